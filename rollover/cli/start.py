@@ -139,8 +139,8 @@ def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) 
     from rollover.settings.plain import resolved
 
     redactor = _redactor(ctx, config)
-    for line in (*notes, *dry_run(config)):
-        click.echo(f"# {redactor.text(line)}")
+    for line in (*map(redactor.text, notes), *dry_run(config)):
+        click.echo(f"# {line}")
     click.echo(f"\n{toml.dumps(redactor.value(resolved(config, for_file=True)))}", nl=False)
 
 

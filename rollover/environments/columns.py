@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollover.errors import DataError
@@ -108,6 +108,16 @@ def has_value(row: Mapping[str, Any], path: str) -> bool:
         return False
     value = read_column(row, path)
     return value is not None and not (isinstance(value, float) and math.isnan(value))  # NaN stands for null in tables
+
+
+def joined(row: Mapping[str, Any], paths: Sequence[str], where: str) -> str:
+    """Join the texts at several paths by an empty line, without blank ones. Raises ``DataError`` when a value is no
+    text."""
+    texts = [read_column(row, path) if has_value(row, path) else "" for path in paths]
+    for path, text in zip(paths, texts, strict=True):
+        if not isinstance(text, str):
+            raise DataError(f"{where}: column {path!r} is not text, so it cannot be joined to make the prompt")
+    return "\n\n".join(text for text in texts if text.strip())
 
 
 def read_conversation(row: Mapping[str, Any], path: str | None) -> Conversation | None:

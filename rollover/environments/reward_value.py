@@ -37,8 +37,9 @@ class MisshapenReward(RefusedReward):
     wrong and ends the run."""
 
 
-def read_rewards(returned: Any, whose: str, num: int = 1) -> list[RewardValue]:
-    """Read what a function returned for ``num`` responses; for a single one, a dict need not be in a list.
+def read_rewards(returned: Any, whose: str, num: int = 1, *, wanted: str = "") -> list[RewardValue]:
+    """Read what a function returned for ``num`` responses; for a single one, a dict need not be in a list. ``wanted``:
+    what the function must return, if it is no list.
 
     Example: ``read_rewards([{"exact": 1, "style": None}], "f")`` is ``[{"exact": 1.0}]``.
 
@@ -46,17 +47,18 @@ def read_rewards(returned: Any, whose: str, num: int = 1) -> list[RewardValue]:
         MisshapenReward: the value is not a list of one number (or dict of numbers, or ``None``) per response.
         RefusedReward: a number cannot be trained on.
     """
-    wanted = f"{whose} must return a list of {num} number{'s' * (num > 1)}"
+    a_list = "" if wanted else "a list of "
+    wanted = f"{whose} must return {wanted or f'a list of {num} number' + 's' * (num > 1)}"
     values = [returned] if num == 1 and isinstance(returned, Mapping) else _plain(returned, "tolist")
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != num:
         raise MisshapenReward(f"{wanted}, got {_described(returned)}")
 
-    def number(value: Any, place: str = "") -> float | None:
+    def number(value: Any, place: str = a_list) -> float | None:
         plain = _plain(value, "item")
         if plain is None:
             return None
         if not isinstance(plain, (Real, Decimal)):
-            raise MisshapenReward(f"{wanted}, got a {place or 'list of'} {_described(value)}")
+            raise MisshapenReward(f"{wanted}, got {place}{_described(value)}")
         return usable_reward(plain, whose)
 
     def components(value: Mapping[Any, Any]) -> dict[str, float]:
@@ -70,7 +72,7 @@ def read_rewards(returned: Any, whose: str, num: int = 1) -> list[RewardValue]:
                 f"{whose} returned a component named {_described(bad[0])}; name it with up to 64 letters, digits, '_', "
                 "'-' and '.'"
             )
-        found = {name: number(value[name], f"dict whose {name!r} is") for name in names}
+        found = {name: number(value[name], f"a dict whose {name!r} is ") for name in names}
         return {name: one for name, one in found.items() if one is not None}
 
     return [(components(one) or None) if isinstance(one, Mapping) else number(one) for one in values]

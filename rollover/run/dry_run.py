@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import require
+from rollover.hf.pieces import pieces
+from rollover.privacy import Redactor
+from rollover.report.samples import blanked
 from rollover.run.config import RunConfig, check_context
+from rollover.settings.plain import resolved
 from rollover.types import Prompt
 
 _SHOWN_TOKENS = 120
@@ -20,7 +24,8 @@ _SHOWN_END = 16
 
 
 def dry_run(config: RunConfig) -> list[str]:
-    """Describe in sentences what a run of ``config`` would do, and check everything that needs no loading of weights.
+    """Describe in sentences, without secrets, what a run of ``config`` would do, and check everything that needs no
+    loading of weights.
 
     Raises:
         ModelError: the model's folder or its tokenizer is missing, or the trainer or the engine would refuse it.
@@ -34,7 +39,8 @@ def dry_run(config: RunConfig) -> list[str]:
     parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         *(_model, check_devices, check_engine, _steps, _adapters, _biases, _variants, _sources, memory_lines),
     )
-    return [line for part in parts for line in part(config)]
+    redact = Redactor(resolved(config), prose=True).text
+    return [redact(line) for part in parts for line in part(config)]
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -101,6 +107,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.tasks.open import check_source, response_ends
 
     tokenizer: Any = None  # of a model that has yet to be built
+    redact = Redactor(resolved(config), prose=True).text
     if config.model.path is not None:
         folder = resolve_model(config.model.path, weights=False)
         tokenizer = load_tokenizer(folder)
@@ -109,13 +116,16 @@ def _sources(config: RunConfig) -> Iterator[str]:
             encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
             facts = check_source(source, encoder)
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
+            size += ", which a run downloads: its rows have not been checked" * facts.needs_download
             reply = f"; {facts.reply}" if facts.reply else ""
             scored_by = ", ".join(reward.kind for reward in source.all_rewards)
             yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
             for reward in source.all_rewards:
                 yield from (f"  {finding}" for finding in reward.findings())
+            if facts.left_out:
+                yield f"  warning: {facts.left_out}"
             if facts.first is not None:
-                yield from _first_prompt(facts.first, facts.reference, tokenizer)
+                yield from _first_prompt(facts.first, facts.reference, tokenizer, redact)
     for source in () if config.sft is None else config.warmup_sources:
         encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
         check_source(source, encoder, teaches=True)
@@ -124,12 +134,12 @@ def _sources(config: RunConfig) -> Iterator[str]:
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 
 
-def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any) -> Iterator[str]:
+def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any, redact: Callable[[str], str]) -> Iterator[str]:
     """Show a prompt with the boundaries of its tokens, and its reference answer."""
-    texts = [tokenizer.decode([token]) for token in prompt.token_ids]
+    texts = blanked(pieces(tokenizer, prompt.token_ids), redact)
     if (left_out := len(texts) - _SHOWN_TOKENS) > 0:
         texts[-_SHOWN_END - left_out : -_SHOWN_END] = [f"... {left_out} more ..."]
     shown = json.dumps("|".join(texts), ensure_ascii=False)[1:-1]
     yield f"  first prompt, {len(prompt.token_ids)} tokens: {shown}"
     if reference is not None:
-        yield f"  its reference answer: {json.dumps(reference, ensure_ascii=False)[:200]}"
+        yield f"  its reference answer: {json.dumps(redact(reference), ensure_ascii=False)[:200]}"

@@ -20,6 +20,7 @@ from rollover.environments.columns import (
     has_value,
     is_messages,
     is_there,
+    joined,
     parsed,
     read_column,
     split_conversation,
@@ -78,10 +79,15 @@ class ColumnMap:
         chosen = settings.prompt or _choose(first, names, key=self._prompt_key, where=where)
         if settings.prompt is None and chosen == ALPACA[0] and ALPACA[1] in first:
             chosen = ALPACA[:2]
-        self._parts = (chosen,) if isinstance(chosen, str) else chosen
-        self.prompt = self._parts[0]
-        """The path of the prompt, or of its first part."""
-        self.replies = ends_with_reply(parsed(_require(first, self.prompt, key=self._prompt_key, where=where)))
+        self._paths = (chosen,) if isinstance(chosen, str) else chosen
+        for path in self._paths:
+            if not is_there(first, path):
+                raise _lacking(first, path, "missing", key=self._prompt_key, where=where)
+        self.parts = self._paths if len(self._paths) > 1 else ()
+        """The paths of the texts that are joined to make the prompt."""
+        self.prompt = None if self.parts else self._paths[0]
+        """The path of the prompt; ``None`` if it has parts."""
+        self.replies = self.prompt is not None and ends_with_reply(parsed(self._prompt_of(first, where)))
         """True if the messages of the first row end with an assistant's turn."""
         self.answer = settings.answer
         """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. It is the
@@ -89,7 +95,7 @@ class ColumnMap:
         if self.answer is None and self.replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
             self.answer = self.prompt
         elif self.answer is None and settings.needs_answer:
-            answers = (*ANSWER_COLUMNS, ALPACA[2]) if self.prompt == ALPACA[0] else ANSWER_COLUMNS
+            answers = (*ANSWER_COLUMNS, ALPACA[2]) if self._paths[0] == ALPACA[0] else ANSWER_COLUMNS
             self.answer = _choose(first, answers, key=self._answer_key, where=where)
         # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
@@ -109,9 +115,9 @@ class ColumnMap:
         for name in self._needed:
             if name not in row:  # null is a value that functions may know how to handle
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
-        if self._parts != (self.prompt,):
-            return self._joined(row, where)
-        content = parsed(_require(row, self.prompt, key=self._prompt_key, where=where))
+        if self.prompt is None:
+            return joined(row, self.parts, where)
+        content = parsed(self._prompt_of(row, where))
         if not is_messages(content):
             return content
         prompt, reply = split_conversation(content, where)
@@ -122,13 +128,8 @@ class ColumnMap:
             )
         return prompt
 
-    def _joined(self, row: Mapping[str, Any], where: str) -> str:
-        """Join the texts of several columns by an empty line; a column may be blank, but not all of them."""
-        texts = [read_column(row, path) if has_value(row, path) else "" for path in self._parts]
-        for path, text in zip(self._parts, texts, strict=True):
-            if not isinstance(text, str):
-                raise DataError(f"{where}: column {path!r} is not text, so {self._prompt_key} cannot join it")
-        return "\n\n".join(text for text in texts if text.strip())
+    def _prompt_of(self, row: Mapping[str, Any], where: str) -> Any:
+        return _require(row, self._paths[0], key=self._prompt_key, where=where)
 
     def question(self, row: Mapping[str, Any], where: str) -> Question:
         """Return what a row asks. Raises ``DataError`` as ``content`` does, and for media."""
@@ -153,11 +154,11 @@ class ColumnMap:
         names = set(row if wanted is None else wanted)
         if self.answer is not None:
             names.add(_top(row, self.answer))
-        is_in_prompt = isinstance(parsed(row.get(self.prompt)), str) and self._parts == (self.prompt,)
-        if is_in_prompt and not self._settings.keeps_prompt:
+        is_text = self.prompt is not None and isinstance(parsed(row.get(self.prompt)), str)
+        if is_text and not self._settings.keeps_prompt:
             names.discard(self.prompt)
         else:
-            names |= {_top(row, part) for part in self._parts}
+            names |= {_top(row, path) for path in self._paths}
         return {name: _as_json(row[name], name, where) for name in row if name in names}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rollover.settings.changes import OnResume
+from rollover.settings.changes import Inexact, OnResume
 from rollover.settings.shape import ByKind
 from rollover.tasks.sources import SourceConfig
 
@@ -33,7 +33,7 @@ class CurriculumConfig:
 
     min_visits: int = 2
     """Number of times that a prompt is drawn before its pass rate decides."""
-    revisit: float = 0.1
+    revisit: Inexact[float] = 0.1
     """Smallest probability with which a prompt is drawn when its turn comes. With 0, a prompt whose responses were all
     right, or all wrong, is never drawn again."""
 
@@ -100,7 +100,7 @@ class TasksConfig:
                     f"tasks.eval: source {source.name!r} must have one reward, which does not compare siblings: "
                     "accuracy is the share of responses that it passes"
                 )
-        for key in ("system_prompt", "chat_template_file"):
+        for key in ("system_prompt", "chat_template_file", "chat_template_date"):
             if self.chat_template == "off" and getattr(self, key) is not None:
                 raise ValueError(f"tasks.{key} has no effect with chat_template = 'off': remove one of them")
         if self.chat_template_date is not None:

@@ -88,8 +88,8 @@ class Curriculum:
         self._num_in_a_row += 1
         if self._num_in_a_row == _MOST_PASSED_OVER:
             raise RunError(
-                f"tasks.curriculum passed over {_MOST_PASSED_OVER:,} prompts in a row, all solved or hopeless: end"
-                " the run, or start one with other prompts or a higher tasks.curriculum.revisit"
+                f"tasks.curriculum passed over {_MOST_PASSED_OVER:,} prompts in a row, all solved or hopeless: raise"
+                f" tasks.curriculum.revisit (now {self._config.revisit:g}), or leave the run as it is"
             )
         return True
 

@@ -21,6 +21,7 @@ from rollover.tasks.episodes import AnswerWriter, begin_episode, check_environme
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
+from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
@@ -49,6 +50,10 @@ class MixtureSource:
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
         return tuple(spec for source in self._sources for spec in source.reward_specs)
+
+    @property
+    def left_out(self) -> str:
+        return "; ".join(each.left_out for each in self._sources if each.left_out)
 
     def prompt(self, index: int) -> Prompt:
         cycle, place = divmod(index, len(self._cycle))
@@ -81,27 +86,30 @@ def train_source(
     sources: list[PromptSource] = []
     for source in config.train:
         encoder = encoder_of(source, config, tokenizer)
-        rows, name = source.open(gym_seed("train", source.name, seed)), source.name
-        num_rows = _fewest(rows.num_rows, source.limit)
-        if num_rows is None and config.curriculum is not None:
-            raise DataError(f"tasks.curriculum needs rows that come again, and source {name!r} has none: set its limit")
-        if num_rows is None:
-            sources.append(EndlessSource(source, rows, encoder, name=name, held_out=held_out))
-        else:
-            finite = RowSource(
-                source,
-                rows,
-                encoder,
-                name=name,
-                held_out=held_out,
-                num_rows=num_rows,
-                seed=seed,
-                shuffle=config.shuffle,
+        rows = source.open(gym_seed("train", source.name, seed))
+        if _fewest(rows.num_rows, source.limit) is None and config.curriculum is not None:
+            raise DataError(
+                f"tasks.curriculum needs rows that come again, and source {source.name!r} has none: set its limit"
             )
-            sources.append(finite)
+        sources.append(_opened(source, rows, encoder, held_out, seed=seed, shuffle=config.shuffle))
     if len(sources) == 1:
         return sources[0]
     return MixtureSource(sources, [source.weight for source in config.train])
+
+
+def _opened(
+    source: SourceSettings,
+    rows: DatasetRows,
+    encoder: PromptEncoder,
+    held_out: Collection[str] = (),
+    *,
+    seed: int = 0,
+    shuffle: bool = False,
+) -> RowSource | EndlessSource:
+    num_rows, name = _fewest(rows.num_rows, source.limit), source.name
+    if num_rows is None:
+        return EndlessSource(source, rows, encoder, name=name, held_out=held_out)
+    return RowSource(source, rows, encoder, name=name, held_out=held_out, num_rows=num_rows, seed=seed, shuffle=shuffle)
 
 
 def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
@@ -155,20 +163,23 @@ class SourceFacts(NamedTuple):
     reply: str = ""
     """The use of the turn that ends the messages, if it is an assistant's."""
     first: Prompt | None = None
-    """The first prompt, if there is a tokenizer."""
+    """The first prompt that a run takes, if there is a tokenizer."""
     reference: str | None = None
     """Its reference answer, if the source has one."""
+    needs_download: bool = False
+    left_out: str = ""
+    """The rows that a run leaves out, if the first one is among them."""
 
 
 def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *, teaches: bool = False) -> SourceFacts:
     """Open the dataset and the reward of a source and write out its first prompt, and its solution if it ``teaches``,
-    as far as that needs no download and there is a tokenizer.
+    as far as that needs no download and there is a tokenizer. If the first prompt is too long, all are read.
 
     Raises:
         DataError: as a run would.
     """
-    if config.needs_download:
-        return SourceFacts(None)
+    if config.look_up():
+        return SourceFacts(None, needs_download=True)
     rows = config.open(seed=0)
     where = rows.where(0)
     columns = ColumnMap(config.column_settings(), rows[0], where)
@@ -176,19 +187,23 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
         spec.config.check(spec)
         spec.config.build(spec)
     check_environment(config, encoder)
-    first = None
+    first, left_out = None, ""
     if encoder is not None:
         text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)
         kept = columns.kept(rows[0], where)
         first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
+        if not encoder.fits(token_ids, where):
+            source = _opened(config, rows, encoder)
+            first, left_out = source.prompt(0), source.left_out
         if isinstance(config.environment, ClassConfig) and config.environment.writes_prompts:
             live, token_ids = begin_episode(config.environment, AnswerWriter(encoder, config), first)
             live.close()
             first = replace(first, token_ids=token_ids)
         if teaches:
             config.solution(first, columns.prompt)
-    reference = columns.reference(rows[0], where)
-    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns), first, reference)
+    reference = columns.reference(rows[0] if first is None else first.columns, where)
+    num_rows = _fewest(rows.num_rows, config.limit)
+    return SourceFacts(num_rows, _use_of_reply(columns), first, reference, left_out=left_out)
 
 
 def _use_of_reply(columns: ColumnMap) -> str:

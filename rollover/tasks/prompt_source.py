@@ -42,6 +42,11 @@ class PromptSource(Protocol):
         """Return how the prompts of this source are scored, from which ``RewardScorer`` is built."""
         ...
 
+    @property
+    def left_out(self) -> str:
+        """Return which rows are left out, in words; empty if none is, or their number is not known."""
+        ...
+
     def prompt(self, index: int) -> Prompt:
         """Draw prompt ``index``. Raises ``DataError`` when its row cannot be read or has no prompt."""
         ...
@@ -80,6 +85,10 @@ class _DatasetSource:
     def reward_specs(self) -> tuple[RewardSpec, ...]:
         return self._config.reward_specs(self._columns, self._name)
 
+    @property
+    def left_out(self) -> str:
+        return ""
+
     def solution(self, prompt: Prompt) -> str:
         return self._config.solution(prompt, self._columns.prompt)
 
@@ -99,12 +108,14 @@ class _DatasetSource:
 
     def _nothing_left(self, what: str) -> DataError:
         """Return the error that says why nothing is left of a source, and what to do."""
-        text = f"longer than {self._encoder.max_tokens} tokens"
         mend = "raise tasks.max_prompt_tokens or ask for smaller items"
         if self._held_out:
-            text += " or an evaluation prompt"
             mend += ", or set tasks.keep_eval_out = false"
-        return DataError(f"source {self._config.name!r}: {what} is {text}; {mend}")
+        return DataError(f"source {self._config.name!r}: {what} is {self._reason()}; {mend}")
+
+    def _reason(self) -> str:
+        held_out = " or an evaluation prompt" if self._held_out else ""
+        return f"longer than {self._encoder.max_tokens} tokens{held_out}"
 
 
 class RowSource(_DatasetSource):
@@ -125,6 +136,7 @@ class RowSource(_DatasetSource):
         super().__init__(config, rows, encoder, name=name, held_out=held_out)
         self._seed = seed
         self._shuffle = shuffle
+        self._num_rows = num_rows
         self._admissible = self._scan(num_rows)
         # Around a boundary, prompts of two epochs are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._order_of)
@@ -133,6 +145,12 @@ class RowSource(_DatasetSource):
     def num_rows(self) -> int:
         """Count the admissible rows, which make up one epoch."""
         return len(self._admissible)
+
+    @property
+    def left_out(self) -> str:
+        left_out = self._num_rows - self.num_rows
+        what = f"source {self._name!r} leaves out {left_out} of {self._num_rows} rows, each {self._reason()}"
+        return what if left_out else ""
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, self.num_rows)

@@ -63,8 +63,9 @@ class PromptEncoder:
         has_template = bool(source or tokenizer.chat_template)
         if not has_template and config.chat_template == "on":
             raise DataError("tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'")
-        if not has_template and config.system_prompt is not None:
-            raise DataError("tasks.system_prompt needs a tokenizer with a chat template; omit it")
+        for key in ("system_prompt", "chat_template_date"):
+            if not has_template and getattr(config, key) is not None:
+                raise DataError(f"tasks.{key} needs a tokenizer with a chat template; omit it")
         self._tokenizer = tokenizer
         self._config = config
         self._arguments = {**config.chat_template_kwargs, **(arguments or {})}

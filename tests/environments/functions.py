@@ -156,8 +156,18 @@ def always_one(completions: list[str], **columns: Any) -> list[float]:
     return [1]
 
 
+def titled(
+    prompts: list[str], completions: list[str], title: list[str], body: list[str], **columns: Any
+) -> list[float]:
+    return [float(len(title[0]) + len(body[0]))]
+
+
 def parsed(reply: str) -> float:
     return float(reply.strip("!"))
+
+
+def spelled(reply: str) -> str:
+    return reply
 
 
 def counted(reply: str) -> float:

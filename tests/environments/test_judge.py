@@ -138,6 +138,16 @@ def test_a_reply_without_a_usable_score_fails_its_sample_alone(reply: Any, setti
     with_judge(lambda body: reply, use, retries=0, **settings)
 
 
+def test_a_parser_that_returns_text_is_told_what_to_return() -> None:
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        with pytest.raises(DataError) as caught:
+            await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
+        parser = "reward.parser tests.environments.functions:spelled"
+        assert f"{parser} must return a number, a dict of numbers or None, got str '0.5'" in str(caught.value)
+
+    with_judge(lambda body: "0.5", use, parser="tests.environments.functions:spelled")
+
+
 BAD = [
     Answer(500, b"oops"),
     Answer(429, b"busy", headers="Retry-After: 0\r\n"),

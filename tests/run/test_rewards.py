@@ -112,4 +112,16 @@ def test_a_curriculum_is_resumed_bit_for_bit(processes: Processes) -> None:
     assert runs.weights(Path("killed"), 10) == runs.weights(Path("whole"), 10)
     assert runs.rows(Path("killed"))[-1]["curriculum/passed_over"] == passed_over
     refused = processes.run("train", "--resume", "killed", "--tasks.curriculum.revisit", "0.5")
-    assert refused.code == 2 and "tasks.curriculum.revisit" in refused.err
+    assert refused.code == 2 and "tasks.curriculum.revisit cannot change when a run is resumed: det" in refused.err
+
+
+def test_a_run_without_prompts_left_goes_on_if_more_are_revisited(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + CURRICULUM.replace("0.2", "0.0"))
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "9"]) == 2
+    told = capsys.readouterr().err
+    assert "raise tasks.curriculum.revisit (now 0), or leave the run as it is" in told
+    assert "once that is fixed, resume with: rollover train --resume out" in told
+    assert cli.main(["train", "--resume", "out", "--tasks.curriculum.revisit", "1"]) == 0
+    assert len(runs.batches(Path("out"))) == 9

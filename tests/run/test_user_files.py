@@ -131,6 +131,16 @@ def test_rows_of_the_hub_train(case: str, folder: Path, capsys: pytest.CaptureFi
             assert all(text in group.prompt.text for text in texts)
 
 
+def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "sk-aB3dE6gH9jK2mN5pQ8sT"
+    write("rows.jsonl", lambda i: {"question": f"{key}, password: zzz, sorted(x, key=len)", "answer": "api_key=zzz"})
+    Path("run.toml").write_text(config("rows.jsonl", 'reward = { kind = "exact" }'))
+    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
+    shown = capsys.readouterr().out.replace("|", "")
+    assert "[hidden], password: [hidden], sorted(x, key=len)" in shown and '"api_key=[hidden]"' in shown
+    assert key not in shown and "zzz" not in shown
+
+
 def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("gsm8k.parquet", gsm8k)
 

@@ -97,6 +97,7 @@ def test_generated_items_are_scored_by_their_verifier() -> None:
         ({"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
         ({"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
         ({"chat_template": "off", "chat_template_file": "x"}, "chat_template_file has no effect"),
+        ({"chat_template": "off", "chat_template_date": "2026-11-27"}, "chat_template_date has no effect"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ({"eval_seed": -1}, "eval_seed"),
     ],

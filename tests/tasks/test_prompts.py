@@ -85,6 +85,7 @@ def test_many_prompts_are_encoded_like_one_by_one() -> None:
         (None, TasksConfig(chat_template_kwargs={"x": 1}), "hi", "tasks.chat_template_kwargs.x needs a chat template"),
         (CHAT, TasksConfig(chat_template_kwargs={"tools": []}), "hi", "chat_template_kwargs.tools is given to every"),
         (f"{{{{ strftime_now('%Y') }}}}{CHAT}", TasksConfig(), "hi", "set tasks.chat_template_date"),
+        (None, TasksConfig(chat_template_date="2026-11-27"), "hi", "tasks.chat_template_date needs a tokenizer with a"),
         (
             CHAT,
             TasksConfig(chat_template_file="none.jinja"),

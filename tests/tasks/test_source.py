@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -10,11 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollover.environments.rewards import ExactConfig, VerifierConfig
+from rollover.environments.rewards import ExactConfig, FunctionConfig, JudgeConfig, VerifierConfig
+from rollover.environments.rewards.base import RewardSample
+from rollover.environments.rewards.judge import JudgeReward
+from rollover.environments.scoring import score_once
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.open import check_source, eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.sources import HubConfig, JsonlConfig, ParquetConfig, ReasoningGymConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
 
@@ -37,6 +42,10 @@ def sums(count: int) -> list[dict[str, Any]]:
 
 def opened(*sources: SourceConfig, seed: int = 0, **fields: Any) -> PromptSource:
     return train_source(TasksConfig(train=sources, **fields), char_tokenizer(), seed=seed)
+
+
+def opened_by(config: TasksConfig, *sources: SourceConfig) -> PromptSource:
+    return train_source(replace(config, train=sources), char_tokenizer(), seed=0)
 
 
 def rows_of(source: PromptSource, indices: range) -> list[int]:
@@ -118,6 +127,7 @@ def test_long_rows_are_left_out_before_the_epoch_is_counted(tmp_path: Path) -> N
     rows = [*sums(3), {"question": "x" * 40, "answer": "1"}, *sums(2)]
     source = opened(jsonl(tmp_path / "a.jsonl", *rows), max_prompt_tokens=20)
     assert source.num_rows == 5
+    assert source.left_out == "source 'file' leaves out 1 of 6 rows, each longer than 20 tokens"
     assert sorted(rows_of(source, range(5))) == [0, 1, 2, 4, 5]
 
 
@@ -126,6 +136,21 @@ def test_the_limit_on_length_counts_every_token_the_model_sees(tmp_path: Path) -
     assert opened(file, max_prompt_tokens=6).num_rows == 1
     with pytest.raises(DataError, match="each of its 1 prompts is longer than 5 tokens"):
         opened(file, max_prompt_tokens=5)
+
+
+def test_a_check_shows_the_first_prompt_that_a_run_takes(tmp_path: Path) -> None:
+    rows = [{"question": "x" * 40, "answer": "1"}, *sums(2), {"question": "y" * 40, "answer": "1"}]
+    file, config = jsonl(tmp_path / "a.jsonl", *rows), TasksConfig(max_prompt_tokens=20)
+    facts = check_source(file, PromptEncoder(char_tokenizer(), config))
+    assert facts.first is not None and (facts.first.text, facts.reference) == ("0+1", "1")
+    assert facts.left_out == "source 'file' leaves out 2 of 4 rows, each longer than 20 tokens"
+    for refusing in (TasksConfig(max_prompt_tokens=3), TasksConfig(max_prompt_tokens=20, long_prompts="error")):
+        messages = []
+        for use in (lambda c: check_source(file, PromptEncoder(char_tokenizer(), c)), lambda c: opened_by(c, file)):
+            with pytest.raises(DataError) as caught:
+                use(refusing)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
 
 
 def test_an_endless_source_puts_another_item_in_place_of_a_long_one() -> None:
@@ -269,6 +294,11 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             "line 1: column 'answer.text' is null",
         ),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
+        (
+            sums(1),
+            {"prompt_column": ("question", "text")},
+            "column 'text' is missing; the columns are question, answer",
+        ),
         (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),
         (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),
         ([{"question": 5, "answer": "1"}], {}, "line 1: a prompt is text or a list of messages"),
@@ -288,6 +318,23 @@ def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:
     source = opened(jsonl(tmp_path / "a.jsonl", row, prompt_column="prompt"))
     assert source.prompt(0).text == "2"
     assert source.prompt(0).columns == {"question": "1", "answer": "3"}
+
+
+def test_all_columns_of_a_prompt_reach_its_rewards(tmp_path: Path) -> None:
+    functions = FunctionConfig(function="tests.environments.functions:titled", workers=1)
+    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m")
+    for names in (("title", "body"), ("instruction", "input")):
+        row = {names[0]: "Add.", names[1]: "1, 2", "answer": "3"}
+        chosen = {"prompt_column": names} if "title" in names else {}
+        rewards = (functions, judge) if "title" in names else (judge,)
+        source = opened(jsonl(tmp_path / "a.jsonl", row, reward=VerifierConfig(), rewards=rewards, **chosen))
+        prompt = source.prompt(0)
+        sample = RewardSample(prompt="<chat>", columns=prompt.columns, completion="3", completion_ids=())
+        *first, asked = source.reward_specs
+        assert (
+            "Task:\nAdd.\n\n1, 2\n\nResponse:\n3" in JudgeReward(judge, asked)._body(sample)["messages"][0]["content"]
+        )
+        assert [asyncio.run(score_once(s.config.build(s), [sample])).rewards() for s in first] == [[8.0]] * len(first)
 
 
 def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
@@ -312,11 +359,14 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(DataError) as caught:
-        opened(HubConfig(name="file", path="owner/set", reward=EXACT))
-    assert "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check" in str(
-        caught.value
-    )
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
+    for use in (opened, check_source):
+        with pytest.raises(DataError) as caught:
+            use(HubConfig(name="file", path="owner/set", reward=EXACT))
+        message = "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check"
+        assert message in str(caught.value)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, subset: None)
+    assert check_source(HubConfig(name="file", path="owner/set", reward=EXACT)).needs_download
 
 
 def test_a_character_written_in_two_halves_is_text(tmp_path: Path) -> None:

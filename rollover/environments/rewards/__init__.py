@@ -39,4 +39,5 @@ __all__ = [
 def spec_from_json(value: Mapping[str, Any]) -> RewardSpec:
     """Rebuild a spec from its ``asdict`` in JSON."""
     config = kinds(RewardConfig)[value["config"]["kind"]](**value["config"])
-    return RewardSpec(**{**value, "config": config, "columns": tuple(value["columns"])})
+    lists = {name: tuple(value[name]) for name in ("columns", "prompt_parts")}
+    return RewardSpec(**{**value, "config": config, **lists})

@@ -133,6 +133,9 @@ class RewardSpec:
     """The reasoning-gym dataset whose verifier can score; ``None`` for other sources."""
     gym_config: Mapping[str, Any] = field(default_factory=dict)
     prompt_column: str | None = None
+    """Path of the prompt; ``None`` if there is none, or several columns make it up."""
+    prompt_parts: tuple[str, ...] = ()
+    """Paths of the columns that are joined to make the prompt."""
     answer_column: str | None = None
     """Path of the reference answer; the prompt's path if the reply that ends its messages is the reference."""
     columns: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 import httpx
 
-from rollover.environments.columns import read_column, read_conversation, text_of
+from rollover.environments.columns import joined, read_column, read_conversation, text_of
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue, read_rewards
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
@@ -264,7 +264,9 @@ class JudgeReward:
     async def _read(self, reply: str) -> RewardValue:
         config = self._config
         if self._parser is not None:
-            (value,) = read_rewards([await asyncio.to_thread(self._parser, reply)], f"reward.parser {config.parser}")
+            found = await asyncio.to_thread(self._parser, reply)
+            wanted = "a number, a dict of numbers or None"
+            (value,) = read_rewards([found], f"reward.parser {config.parser}", wanted=wanted)
         elif config.json_key is not None:
             value = _number_in_json(reply, config.json_key)
         else:
@@ -316,6 +318,8 @@ def _digest(body: dict[str, Any]) -> bytes:
 
 def _question(spec: RewardSpec, sample: RewardSample) -> str:
     """Return the prompt without its chat template: the text of the row, or its messages line by line."""
+    if spec.prompt_parts:
+        return joined(sample.columns, spec.prompt_parts, "the row")
     found = read_conversation(sample.columns, spec.prompt_column)
     if found is not None:
         return "\n\n".join(f"{message['role']}: {text_of(message.get('content'))}" for message in found.prompt)

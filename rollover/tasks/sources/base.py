@@ -69,9 +69,8 @@ class SourceSettings(ABC):
     def all_rewards(self) -> tuple[RewardConfig, ...]:
         return self.rewards or (self.reward,)
 
-    @property
-    def needs_download(self) -> bool:
-        """Return whether opening the dataset needs the network."""
+    def look_up(self) -> bool:
+        """Return whether opening the dataset needs a download. Raises ``DataError`` when it could not be downloaded."""
         return False
 
     @abstractmethod
@@ -102,6 +101,7 @@ class SourceSettings(ABC):
                 config=reward,
                 component=reward.component if self.rewards else "",
                 prompt_column=columns.prompt,
+                prompt_parts=columns.parts,
                 answer_column=columns.answer,
                 columns=columns.travelling,
                 **self._verifier(),

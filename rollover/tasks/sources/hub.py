@@ -27,9 +27,10 @@ class HubConfig(DatasetSettings):
     subset: str | None = None
     """Configuration name of the dataset."""
 
-    @property
-    def needs_download(self) -> bool:
-        return not Path(self.path).is_dir()
+    def look_up(self) -> bool:
+        if is_far := not Path(self.path).is_dir():
+            HubRows(self.path, self.subset, self.split or "train", is_needed=False)
+        return is_far
 
     def open(self, seed: int) -> DatasetRows:
         return self._not_empty(HubRows(self.path, self.subset, self.split or "train"))
@@ -39,9 +40,10 @@ class HubConfig(DatasetSettings):
 
 
 class HubRows:
-    """Reads one split of a hub dataset or of a ``save_to_disk`` folder."""
+    """Reads one split of a hub dataset or of a ``save_to_disk`` folder; unless it ``is_needed``, only asks the hub for
+    it."""
 
-    def __init__(self, path: str, subset: str | None, split: str) -> None:
+    def __init__(self, path: str, subset: str | None, split: str, *, is_needed: bool = True) -> None:
         import datasets
 
         self._name = f"{path} [{split}]"
@@ -50,6 +52,8 @@ class HubRows:
                 self._data = datasets.load_from_disk(path)[split]
             elif (Path(path) / "state.json").exists():
                 self._data = datasets.load_from_disk(path)
+            elif not is_needed:
+                datasets.load_dataset_builder(path, subset)
             else:
                 self._data = datasets.load_dataset(path, subset, split=split)
         except KeyError:

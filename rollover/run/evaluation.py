@@ -157,11 +157,6 @@ class Evaluator:
         """Make ``version`` the last one, which is evaluated in any case."""
         self._num_steps = version
 
-    @property
-    def pending(self) -> int | None:
-        """Return the version whose evaluation goes on beside training, if one does."""
-        return self._done_version if self._beside is not None else None
-
     async def run_when_due(self, version: int) -> list[tuple[int, Evaluation]]:
         """Evaluate the weights of ``version``, which the engine has, if they are due, or begin to. Returns the
         evaluations that have ended, with their versions."""
@@ -174,9 +169,9 @@ class Evaluator:
         if self.is_due(version):
             self._done_version = version
             if self._idle is not None and version > 0 and not is_last:
-                self._beside = asyncio.create_task(self.run(self._idle))
+                self._beside = asyncio.create_task(self.run(self._idle, version=version))
             else:
-                ended.append((version, await self.run()))
+                ended.append((version, await self.run(version=version)))
         return ended
 
     async def close(self) -> None:
@@ -185,11 +180,12 @@ class Evaluator:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def run(self, slots: IdleSlots | None = None) -> Evaluation:
+    async def run(self, slots: IdleSlots | None = None, *, version: int = 0) -> Evaluation:
         """Evaluate the weights that the engine has, and report pass@1 and pass@k for each k of ``eval.k``.
 
         Args:
             slots: the slots of the engine that may be used; all of them when left out.
+            version: of these weights; members of the engine that have older ones sample nothing.
 
         Raises:
             EngineError: the engine fails.
@@ -213,7 +209,7 @@ class Evaluator:
             try:
                 while trajectory.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                     async with room:
-                        trajectory = await self._turn(sample_id, trajectory)
+                        trajectory = await self._turn(sample_id, trajectory, version)
                     if trajectory.finish_reason is FinishReason.TURN:
                         answer = await self._environment.act(trajectory, self._clock.now_s())
                         trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
@@ -253,7 +249,7 @@ class Evaluator:
             versions=(min(versions, default=0), max(versions, default=0)),
         )
 
-    async def _turn(self, sample_id: SampleId, trajectory: Trajectory) -> Trajectory:
+    async def _turn(self, sample_id: SampleId, trajectory: Trajectory, version: int) -> Trajectory:
         """Decode a response, or the next turn of an episode."""
         prompt, turn = trajectory.prompt, len(trajectory.observations)
         key = f"eval{self._num_evaluations}/{sample_id}.{turn or ''}"
@@ -263,7 +259,7 @@ class Evaluator:
         turn_limit = self._environment.turn_limit(prompt)
         sampling = turn_sampling(trajectory, self._sampling[prompt.source], turn_limit)
         request = replace(
-            generation_request(trajectory, key, sampling, _SEED, StartSample(sample_id, None)),
+            generation_request(trajectory, key, sampling, _SEED, StartSample(sample_id, None), least_version=version),
             sample_key=key,
             prompt_key=f"eval{self._num_evaluations}/g{sample_id.group}.",
             seed=sample_seed(_SEED, sample_id, turn),

@@ -86,7 +86,8 @@ class EvalConfig:
     """The metric that decides which checkpoint is best: ``accuracy``, ``pass@K``, or one of both of a single source,
     such as ``accuracy/gsm8k``."""
     keep_best: bool = False
-    """Saves a checkpoint of all weights that are evaluated, and keeps the best one beside the newest."""
+    """Saves a checkpoint of all weights that are evaluated, and keeps the best one beside the newest. Evaluations then
+    pause the run under every strategy, so that the weights that are measured are those of the checkpoint."""
     patience: int = 0
     """Ends the run when this number of evaluations in a row have found no better weights; 0 never does."""
 

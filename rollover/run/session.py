@@ -108,14 +108,14 @@ async def open_session(
             clock=parts.clock,
             on_progress=progress.evaluating,
             done_version=parts.trainer.version if parts.is_evaluated else None,
-            idle=idle if overlaps and can.in_flight_update else None,
+            # The best checkpoint has to be the weights that were measured, so they must not change meanwhile.
+            idle=idle if overlaps and can.in_flight_update and not config.eval.keep_best else None,
         )
         stack.push_async_callback(evaluator.close)
         scores = Scores(config.best_metric, parts.evaluated)
 
         def kept() -> set[int]:
-            kept = (scores.best, evaluator.pending) if config.eval.keep_best else ()
-            return {version for version in kept if version is not None}
+            return {scores.best} if config.eval.keep_best and scores.best is not None else set()
 
         yield Session(
             config=config,
@@ -187,6 +187,8 @@ async def _open_parts(
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
+    for left_out in filter(None, [source.left_out, *(each.left_out for each in evaluation)]):
+        progress.message(left_out)
     scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer, run.path)
     stack.push_async_callback(scorer.close)
     environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)
@@ -251,7 +253,7 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleS
 def _sample_rows(config: RunConfig, parts: _Parts, batch: Batch) -> list[list[Any]]:
     """Return samples of a batch as rows for the trackers."""
     shaping = partial(resolve(config.algorithm).overlong_punishment, config.rollout.max_new_tokens)
-    return table_rows(of_batch(batch, shaping), parts.tokenizer, Redactor(resolved(config)).text)
+    return table_rows(of_batch(batch, shaping), parts.tokenizer, Redactor(resolved(config), prose=True).text)
 
 
 def _weight_sync(

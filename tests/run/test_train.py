@@ -326,6 +326,18 @@ def test_evaluation_goes_on_beside_training_and_knows_its_versions(experiment: P
     assert rows[0]["eval/newest_version"] == 0 and rows[-1]["eval/newest_version"] == 6
 
 
+def test_the_checkpoint_that_is_kept_has_the_weights_that_were_measured(experiment: Path) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    kept = ("--eval.keep_best", "true", "--checkpoint.keep_last", "1")
+    often = ("--eval.every_steps", "2", "--eval.samples_per_prompt", "8")
+    run = train("--rollout.strategy", "inflight", "--steps", "6", *often, *kept)
+    rows = runs.rows(run, "eval")
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert all(row["eval/oldest_version"] == row["eval/newest_version"] == row["step"] for row in rows)
+    best = max(rows, key=lambda row: (row["accuracy"], -row["step"]))["step"]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step_{s}" for s in {best, 6} - {0}}
+
+
 def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = '[variants.plain.rollout]\nstrategy = "sync"\n[variants.rolling.rollout]\nstrategy = "april"\n'
     Path("run.toml").write_text(runs.CONFIG + variants)

@@ -21,6 +21,7 @@ MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 TOOL = "benchmarks/results/learning-tool-2026-11-28b.json"
+AGENT = "benchmarks/results/learning-agent-2026-11-28.json"
 SOKOBAN = "benchmarks/results/learning-sokoban-2026-11-28.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
@@ -249,6 +250,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "rounds": rounds,
     "learning": partial(learning, LEARNING),
     "tool": partial(learning, TOOL),
+    "agent": partial(learning, AGENT),
     "sokoban": partial(learning, SOKOBAN),
     "sampling": sampling,
     "door": door,

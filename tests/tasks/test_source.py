@@ -324,12 +324,13 @@ def test_all_columns_of_a_prompt_reach_its_rewards(tmp_path: Path) -> None:
     functions = FunctionConfig(function="tests.environments.functions:titled", workers=1)
     judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m")
     for names in (("title", "body"), ("instruction", "input")):
-        row = {names[0]: "Add.", names[1]: "1, 2", "answer": "3"}
+        row = {names[0]: "Add.", names[1]: "1, 2", "answer" if "title" in names else "output": "3"}
         chosen = {"prompt_column": names} if "title" in names else {}
         rewards = (functions, judge) if "title" in names else (judge,)
         source = opened(jsonl(tmp_path / "a.jsonl", row, reward=VerifierConfig(), rewards=rewards, **chosen))
         prompt = source.prompt(0)
         sample = RewardSample(prompt="<chat>", columns=prompt.columns, completion="3", completion_ids=())
+        assert source.solution(prompt) == "3"
         *first, asked = source.reward_specs
         assert (
             "Task:\nAdd.\n\n1, 2\n\nResponse:\n3" in JudgeReward(judge, asked)._body(sample)["messages"][0]["content"]

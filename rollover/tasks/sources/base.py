@@ -16,7 +16,7 @@ from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
 from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
-from rollover.tasks.columns import ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
+from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.rows import DatasetRows
 from rollover.types import Prompt
@@ -163,9 +163,9 @@ class DatasetSettings(SourceSettings):
 
     def _answer(self, prompt: Prompt) -> str:
         where = f"prompt {prompt.prompt_id}"
-        column = self.answer_column or find_column(
-            prompt.columns, ANSWER_COLUMNS, where=where, key=f"source {self.name!r}: answer_column"
-        )
+        names = (*ANSWER_COLUMNS, ALPACA[2]) if ALPACA[0] in prompt.columns else ANSWER_COLUMNS
+        key = f"source {self.name!r}: answer_column"
+        column = self.answer_column or find_column(prompt.columns, names, where=where, key=key)
         if column is None:
             raise DataError(
                 f"{where}: no column to learn from; set answer_column of source {self.name!r}"

@@ -250,7 +250,9 @@ class Ledger:
             f"{sample_id} has {num_tokens} tokens, not as many log-probs"
         )
         for beside in (segment.kept, segment.routes):
-            assert len(beside) in (0, num_tokens), f"{sample_id} has {num_tokens} tokens, not as many pieces beside"
+            assert not beside or len(beside) == num_tokens, (
+                f"{sample_id} has {num_tokens} tokens, not as many pieces beside"
+            )
         append_segment(sample.segments, segment)
         sample.num_tokens += num_tokens
         self.tokens.decoded += num_tokens

@@ -88,6 +88,10 @@ class IterationPace:
     iteration. Then ``c0_s`` is 0.015 and ``b0`` 30.
     """
 
+    c0_s: float = 0.0
+    """Time of an iteration over few samples; 0 while nothing is known."""
+    b0: float = math.inf
+    """Number of samples at which an iteration takes twice as long, infinite if it takes no longer."""
     _now_s: float = 0.0
     _running: int = 0
     _num_tokens: int = 0
@@ -100,9 +104,10 @@ class IterationPace:
 
     def moved(self, time_s: float, running: int, num_tokens: int = 0) -> None:
         """Note that ``running`` samples run from now on, and that tokens have arrived."""
-        elapsed_s, self._now_s = time_s - self._now_s, time_s
-        self._running_s += elapsed_s * self._running
-        self._squares_s += elapsed_s * self._running * self._running
+        if elapsed_s := time_s - self._now_s:
+            self._now_s = time_s
+            self._running_s += elapsed_s * self._running
+            self._squares_s += elapsed_s * self._running * self._running
         self._num_tokens += num_tokens
         self._running = running
 
@@ -112,26 +117,16 @@ class IterationPace:
             running, seconds = self._squares_s / self._running_s, self._running_s / self._num_tokens
             parts = (1.0, running, seconds, running * running, running * seconds)
             self._sums = tuple(s * _KEPT + self._num_tokens * p for s, p in zip(self._sums, parts, strict=True))
+            self._fit()
         self._num_tokens, self._running_s, self._squares_s = 0, 0.0, 0.0
 
-    @property
-    def c0_s(self) -> float:
-        """Return the time of an iteration over few samples; 0 while nothing is known."""
-        weight, running, seconds, *_ = self._sums
-        return (seconds - self._slope * running) / weight if weight else 0.0
-
-    @property
-    def b0(self) -> float:
-        """Return the number of samples at which an iteration takes twice as long, infinite if it takes no longer."""
-        return self.c0_s / self._slope if self._slope else math.inf
-
-    @property
-    def _slope(self) -> float:
+    def _fit(self) -> None:
         weight, running, seconds, squares, products = self._sums
-        spread = squares - running * running / weight if weight else 0.0
-        if spread <= _LEAST_SPREAD * squares:
-            return 0.0
-        return min(max(0.0, (products - running * seconds / weight) / spread), 0.99 * seconds / running)
+        spread, slope = squares - running * running / weight, 0.0
+        if spread > _LEAST_SPREAD * squares:
+            slope = min(max(0.0, (products - running * seconds / weight) / spread), 0.99 * seconds / running)
+        self.c0_s = (seconds - slope * running) / weight
+        self.b0 = self.c0_s / slope if slope else math.inf
 
 
 class Statistics:

@@ -36,6 +36,15 @@ from rollover.workload.source import read_lengths
 _as_long_as = lru_cache(maxsize=2**16)(range)
 """Stands for a number of tokens without taking any room; one for all segments of a length."""
 
+
+def _segment_of(version: int, num_tokens: int, *others: Any) -> Segment:
+    tokens = _as_long_as(num_tokens)
+    return Segment(version, tokens, tokens, *others)
+
+
+_goes_on = lru_cache(maxsize=2**12)(_segment_of)
+"""One for all samples that decoded equally many tokens on a replica when the weights changed under them."""
+
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
 _REPLICA, _ANSWERED, _SCORED, _TRAINED = range(4)
 
@@ -195,7 +204,8 @@ class _Run:
         sample_id, start_s = answered
         if sample_id not in self._ledger.acting:  # its group was dropped
             return
-        turns, is_over = self._scenario.turns, self._left_of(sample_id) == 0
+        turns, sampled = self._scenario.turns, self._ledger.sample(sample_id).num_tokens
+        is_over = sampled == self._lengths_of(sample_id.group)[sample_id.index]
         assert turns is not None
         ids, end = ((), FinishReason.STOP) if is_over else (_as_long_as(turns.observed_tokens), None)
         self._scheduler.observed(sample_id, Observation(ids, end=end, start_s=start_s, end_s=self._now_s), self._now_s)
@@ -274,10 +284,11 @@ class _Run:
 
     def _start(self, starts: Sequence[StartSample]) -> None:
         changed: dict[int, Replica] = {}
+        turns = self._scenario.turns
         for sample_id, budget in starts:
             entry = self._ledger.sample(sample_id)
             index = entry.prompt.columns["index"]
-            left, turns = self._left_of(sample_id), self._scenario.turns
+            left = self._lengths_of(sample_id.group)[sample_id.index] - entry.num_tokens
             wanted = left if turns is None else min(left, turns.tokens - entry.num_tokens % turns.tokens)
             num_tokens = wanted if budget is None else min(wanted, budget)
             replica = self._pool.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
@@ -331,16 +342,9 @@ class _Run:
                 self._enter(self._now_s + seconds, _SCORED, sample_id)
 
     def _segment(self, call: Call, reason: FinishReason | None, num_tokens: int) -> None:
-        tokens, now_s = _as_long_as(num_tokens), self._now_s
-        segment = Segment(  # by position: most of a large run is making these
-            call.policy_version,
-            tokens,
-            tokens,
-            reason,
-            call.kv_version,
-            call.start_s,
-            now_s,
-            call.num_prefilled_tokens,
+        now_s = self._now_s
+        segment = (_goes_on if reason is None else _segment_of)(
+            call.policy_version, num_tokens, reason, call.kv_version, call.start_s, now_s, call.num_prefilled_tokens
         )
         call.num_reported += num_tokens
         call.num_prefilled_tokens = 0
@@ -387,10 +391,6 @@ class _Run:
             self._lengths[group_id] = lengths
             self._admitted.extend(lengths)
         return lengths
-
-    def _left_of(self, sample_id: SampleId) -> int:
-        """Return the number of tokens that a sample has yet to decode."""
-        return self._lengths_of(sample_id.group)[sample_id.index] - self._ledger.sample(sample_id).num_tokens
 
     def _stuck(self) -> str:
         ledger = self._ledger

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.rollout.round import ONE_BY_ONE, Round, best_rounds, stratified
 from rollover.rollout.statistics import RecentLengths, RecentMean
+from rollover.workload.source import PRESETS
 from tests.rollout.kit import strategy_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -153,20 +156,43 @@ def test_a_batch_takes_the_longest_and_the_shortest_of_strata_in_turn() -> None:
     assert [g.samples[0].num_tokens for g in chosen] == [9, 4, 2]
 
 
+def dealt(tokens: Sequence[int], size: int) -> list[list[int]]:
+    """Deal groups with these numbers of tokens to batches."""
+    left = [SimpleNamespace(group_id=i, samples=[SimpleNamespace(num_tokens=n)]) for i, n in enumerate(tokens)]
+    batches = []
+    while left:
+        batches.append([g.group_id for g in stratified(left, size)])  # type: ignore[arg-type]
+        left = [g for g in left if g.group_id not in batches[-1]]
+    return batches
+
+
 @given(st.lists(st.integers(1, 500), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6]))
 def test_the_batches_of_a_round_have_the_same_mix_of_lengths(lengths: list[int], num_batches: int) -> None:
     """Each takes one group of each stratum of those that are left, so that sums differ by little beside the range."""
-    size = 24 // num_batches
-    left = [SimpleNamespace(group_id=i, samples=[SimpleNamespace(num_tokens=n)]) for i, n in enumerate(lengths)]
-    sums, seen = [], set[int]()
-    while left:
-        batch = stratified(left, size)  # type: ignore[arg-type]
-        taken = {g.group_id for g in batch}
-        assert len(taken) == size and not taken & seen
-        seen |= taken
-        left = [g for g in left if g.group_id not in taken]
-        sums.append(sum(lengths[i] for i in taken))
+    batches = dealt(lengths, 24 // num_batches)
+    assert sorted(i for batch in batches for i in batch) == list(range(24))
+    sums = [sum(lengths[i] for i in batch) for batch in batches]
     assert max(sums) - min(sums) <= 2 * (max(lengths) - min(lengths))
+
+
+def test_a_token_mean_of_stratified_batches_is_not_biased() -> None:
+    """Long responses are wrong more often. The mean gradient of batches, by what short responses depend on, each
+    divided by its tokens, is that of random order. Other aggregations divide by what no order changes."""
+    rng, gradients_O = np.random.default_rng(0), np.zeros(42)
+    for seed in range(20):
+        workload = PRESETS["light-8k"].workload(seed)
+        lengths_PG = np.array([workload.group_lengths(i, 8) for i in range(96)])
+        rank_PG = lengths_PG.argsort(axis=None).argsort().reshape(lengths_PG.shape) / lengths_PG.size
+        rewards_PG = rng.random(lengths_PG.shape) < 0.8 - 0.6 * rank_PG
+        advantages_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+        gradients_P = (advantages_PG * lengths_PG * (1 - rank_PG)).sum(axis=1)
+        tokens_P = lengths_PG.sum(axis=1)
+        orders = [dealt(tokens_P.tolist(), 32), np.argsort(-tokens_P), *(rng.permutation(96) for _ in range(40))]
+        batches_OBN = np.array([np.reshape(order, (3, 32)) for order in orders])
+        gradients_O += (gradients_P[batches_OBN].sum(2) / tokens_P[batches_OBN].sum(2)).mean(1)
+    random = gradients_O[2:].mean()
+    assert gradients_O[0] == pytest.approx(random, rel=0.01)
+    assert abs(gradients_O[1] / random - 1) > 0.2, "the longest first"
 
 
 @pytest.mark.parametrize(("mean", "num_batches"), [(0.9, 2), (1.0, 2), (1.1, 1)])

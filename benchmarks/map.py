@@ -1,7 +1,7 @@
 """Where each strategy leads: gain over `sync` at a batch lag, for lengths, caches, trainers and replicas (simulated).
 
-    python benchmarks/map.py --out benchmarks/results/map-DATE.json  # 48 cells, two seeds, half an hour of one core
-    python benchmarks/map.py --only light-8k/kept/one/1 --out map.json  # one cell; cells that are there are kept
+    python benchmarks/map.py --out benchmarks/results/map-DATE.json  # 48 cells, one seed, a quarter of an hour
+    python benchmarks/map.py --only light-8k/kept/one/1 --out map.json  # one cell; what is there is kept
 
 N = 32, G = 8, B0 = 256 for all replicas together, 1,600 tokens of prefill in the time of an iteration, whole groups,
 no staleness bound but where it is the setting. Each strategy runs with the settings below, on the lengths that `sync`
@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -94,32 +93,33 @@ def clairvoyant(lengths: np.ndarray, model: StepModel, lag: float) -> float:
     return model.gain(high)
 
 
-def cell(preset: str, caches: str, trainer: str, replicas: int, seeds: Sequence[int], length: Length) -> dict[str, Any]:
-    alone = [run(preset, ("sync", {}), scenario(replicas, caches == "kept", 0.0), s, length) for s in seeds]
+def cell(preset: str, caches: str, trainer: str, replicas: int, seed: int, length: Length) -> dict[str, Any]:
+    """Return the points of all settings with the lengths of one seed, and the gains that follow from them."""
+    alone = run(preset, ("sync", {}), scenario(replicas, caches == "kept", 0.0), seed, length)
     share = SHARES[trainer]
-    training = share / (1 - share) * statistics.fmean(o.step_s for o in alone)
-    where = scenario(replicas, caches == "kept", training)
-    syncs = alone if not training else [run(preset, ("sync", {}), where, s, length) for s in seeds]
-    found: dict[str, list[list[tuple[float, float]]]] = {}
+    where = scenario(replicas, caches == "kept", share / (1 - share) * alone.step_s)
+    sync = run(preset, ("sync", {}), where, seed, length) if share else alone
+    points: dict[str, list[tuple[float, float]]] = {}
     for setting in SETTINGS:
-        runs = [run(preset, setting, where, s, length) for s in seeds]
-        points = [(o.lags.batch, o.tokens_per_s / b.tokens_per_s) for o, b in zip(runs, syncs, strict=True)]
-        found.setdefault(setting[0], []).append(points)
-    rows = [PRESETS[preset].workload(0).group_lengths(i, G) for i in range(2048)]
+        found = run(preset, setting, where, seed, length)
+        points.setdefault(setting[0], []).append((found.lags.batch, found.tokens_per_s / sync.tokens_per_s))
+    return {
+        "points": {kind: np.round(of, 4).tolist() for kind, of in points.items()},
+        "gains": {kind: {f"{lag:g}": round(at_lag(of, lag), 4) for lag in LAGS} for kind, of in points.items()},
+        "step_s": sync.step_s,
+    }
+
+
+def limits(preset: str, trainer: str) -> dict[str, Any]:
+    """Return what no schedule exceeds."""
+    share = SHARES[trainer]
+    workload = PRESETS[preset].workload()
+    rows = [workload.group_lengths(i, G) for i in range(2048)]
     model = StepModel.of_lengths(rows, batch_size=N, b0=B0)
     known = {f"{lag:g}": round(clairvoyant(np.array(rows, dtype=float), model, lag), 4) for lag in LAGS}
     return {
-        "points": {kind: [np.mean(p, axis=0).round(4).tolist() for p in of] for kind, of in found.items()},
-        "gains": {
-            kind: {
-                f"{lag:g}": vars_of(MeanOverSeeds.of([at_lag([p[i] for p in of], lag) for i in range(len(seeds))]))
-                for lag in LAGS
-            }
-            for kind, of in found.items()
-        },
         "clairvoyant": known if trainer == "one" else None,
         "ceiling": min(model.ceiling / (1 - share), 1 / share if share else math.inf),
-        "step_s": statistics.fmean(o.step_s for o in syncs),
     }
 
 
@@ -127,25 +127,39 @@ def vars_of(mean: MeanOverSeeds) -> dict[str, Any]:
     return {"mean": round(mean.mean, 4), "margin": None if mean.margin is None else round(mean.margin, 4)}
 
 
+def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the mean gains, each with half the width of its 95 % interval."""
+    return {
+        kind: {lag: vars_of(MeanOverSeeds.of([r["gains"][kind][lag] for r in runs])) for lag in gains}
+        for kind, gains in runs[0]["gains"].items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1, help="more can be added to a record")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--only", default="*", help="a pattern of cells, PRESET/CACHES/TRAINER/REPLICAS, such as '*/1'")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     length = Length(steps=options.steps, warmup=options.steps // 3)
-    settings = {"N": N, "G": G, "B0": B0, "steps": length.steps, "warmup": length.warmup, "seeds": options.seeds}
-    record = json.loads(options.out.read_text()) if options.out.exists() else {"settings": settings, "cells": {}}
+    settings = {"N": N, "G": G, "B0": B0, "steps": length.steps, "warmup": length.warmup}
+    empty: dict[str, Any] = {"settings": settings, "cells": {}}
+    record = json.loads(options.out.read_text()) if options.out.exists() else empty
     if record["settings"] != settings:
         parser.error(f"{options.out} has other settings: {record['settings']}")
-    for where in itertools.product(PRESET_NAMES, ("kept", "lost"), SHARES, (1, 4)):
+    cells = itertools.product(PRESET_NAMES, ("kept", "lost"), SHARES, (1, 4))
+    for seed, where in itertools.product(range(options.seeds), cells):
         name = "/".join(map(str, where))
-        if name in record["cells"] or not fnmatch(name, options.only):
+        if not fnmatch(name, options.only):
             continue
-        record["cells"][name] = found = cell(*where, range(options.seeds), length)
-        leaders = {lag: max(found["gains"], key=lambda k: found["gains"][k][lag]["mean"]) for lag in ("0.5", "1")}
-        print(name, {lag: (k, found["gains"][k][lag]["mean"]) for lag, k in leaders.items()}, flush=True)
+        found = record["cells"].setdefault(name, {"seeds": [], **limits(where[0], where[2])})
+        if len(found["seeds"]) > seed:
+            continue
+        found["seeds"].append(cell(*where, seed, length))
+        found["gains"] = gains = over_seeds(found["seeds"])
+        leaders = {lag: max(gains, key=lambda k: gains[k][lag]["mean"]) for lag in ("0.5", "1")}
+        print(name, seed, {lag: (k, gains[k][lag]["mean"]) for lag, k in leaders.items()}, flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -16,7 +16,7 @@ from rollover.frontier.sweep import MeanOverSeeds
 
 ROOT = Path(__file__).parent.parent
 ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
-MAP = "benchmarks/results/map-2026-11-28.json"
+MAP = "benchmarks/results/map-2026-11-28b.json"
 MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
@@ -60,27 +60,35 @@ def rollout() -> str:
 
 
 def lag_map() -> str:
-    """Return the table of which strategy leads where, one replica each."""
-    rows = []
-    for name, cell in record(MAP)["cells"].items():
+    """Return the table of which strategy leads where, one replica each, and whether it does with four."""
+    found = record(MAP)
+    rows, still = [], []
+    for name, cell in found["cells"].items():
         preset, caches, trainer, replicas = name.split("/")
         if replicas == "1":
             rows.append(f"| `{preset}` | {caches} | {trainer} | {_leaders(cell)} | {cell['ceiling']:.1f} |")
+            of_four = found["cells"][f"{preset}/{caches}/{trainer}/4"]["gains"]
+            for lag in MAP_LAGS:
+                fastest = max(of_four, key=lambda kind: of_four[kind][f"{lag:g}"]["mean"])
+                still.append(fastest in [kind for _, kind in _fastest(cell, lag)])
     lags = " | ".join(f"at lag {lag:g}" for lag in MAP_LAGS)
     head = [f"| lengths | caches | trainer | {lags} | ceiling |", "|---" * (4 + len(MAP_LAGS)) + "|"]
-    settings = record(MAP)["settings"]
+    settings = found["settings"]
     length = f"{settings['steps']} steps, of which the first {settings['warmup']} are not counted"
-    return "\n".join([*head, *rows, "", f"Seeds per cell: {settings['seeds']}; {length} (`{MAP}`)."])
+    seeds = min(len(cell["seeds"]) for cell in found["cells"].values())
+    four = f"With four replicas, the fastest is one of the two in {sum(still)} of {len(still)} cases."
+    return "\n".join([*head, *rows, "", f"Seeds per cell: {seeds}; {length}. {four}", f"(`{MAP}`)"])
+
+
+def _fastest(cell: dict[str, Any], lag: float) -> list[tuple[float, str]]:
+    """Return the two largest gains at a lag, with the strategies that have them."""
+    gains = [(round(of[f"{lag:g}"]["mean"], 2), kind) for kind, of in cell["gains"].items()]
+    return sorted(gains, key=lambda pair: (-pair[0], pair[1] != "rollover"))[:2]
 
 
 def _leaders(cell: dict[str, Any]) -> str:
     """Return the two fastest strategies at each lag, with their gains."""
-    shown = []
-    for lag in MAP_LAGS:
-        gains = [(round(of[f"{lag:g}"]["mean"], 2), kind) for kind, of in cell["gains"].items()]
-        gains.sort(key=lambda pair: (-pair[0], pair[1] != "rollover"))
-        shown.append(", ".join(f"`{kind}` {gain:.2f}" for gain, kind in gains[:2]))
-    return " | ".join(shown)
+    return " | ".join(", ".join(f"`{kind}` {gain:.2f}" for gain, kind in _fastest(cell, lag)) for lag in MAP_LAGS)
 
 
 def clairvoyant() -> str:

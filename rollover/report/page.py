@@ -71,18 +71,22 @@ class Page:
             title=escape(self._title),
             css=(assets / "page.css").read_text(encoding="utf-8"),
             body="\n".join(self._body),
-            figures=script_json(self._figures),
-            plotly=_packed((assets / "plotly-basic.min.js").read_bytes()),
+            figures=packed(json.dumps(finite(self._figures), separators=(",", ":"), allow_nan=False).encode()),
+            plotly=_packed_plotly(),
             connections="'self'" if is_live else "'none'",
             live=" data-live" if is_live else "",
             script=(assets / "page.js").read_text(encoding="utf-8"),
         )
 
 
+def packed(content: bytes) -> str:
+    """Return what the page unpacks, as text that is shorter and can stand inside a script element."""
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
+
+
 @cache
-def _packed(script: bytes) -> str:
-    """Return a script as text that is half as long, which the page unpacks."""
-    return base64.b64encode(gzip.compress(script, mtime=0)).decode()
+def _packed_plotly() -> str:
+    return packed((resources.files("rollover.report") / "assets" / "plotly-basic.min.js").read_bytes())
 
 
 def write_page(path: Path, text: str, *, private: bool = False) -> Path:
@@ -93,12 +97,6 @@ def write_page(path: Path, text: str, *, private: bool = False) -> Path:
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
     return path
-
-
-def script_json(value: Any) -> str:
-    """Return JSON that can stand inside a script element: nothing in it can end the element, and no NaN."""
-    text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def finite(value: Any) -> Any:

@@ -4,11 +4,13 @@
   const chosen = {}; // the variant of each figure that has several
   let figures;
 
-  // Plotly is packed; browsers unpack it since 2023.
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  // Plotly and the figures are packed; browsers unpack them since 2023.
+  const unpacked = (id) => {
+    const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  };
   const plotly = document.createElement("script");
-  plotly.textContent = await new Response(unpacked).text();
+  plotly.textContent = await unpacked("plotly");
   document.head.append(plotly);
 
   // Figures name colours by the page's CSS variables, so that they follow the theme.
@@ -44,8 +46,8 @@
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
-  const show = () => {
-    figures = JSON.parse(document.getElementById("figures").textContent);
+  const show = async () => {
+    figures = JSON.parse(await unpacked("figures"));
     document.querySelectorAll("button[data-figures]").forEach((button) => {
       const [id] = button.dataset.figures.split(" ");
       if (id in chosen ? chosen[id] === Number(button.dataset.variant) : button.getAttribute("aria-pressed") === "true") {
@@ -56,7 +58,7 @@
     document.querySelectorAll(`button[data-colouring="${document.body.dataset.colouring}"]`).forEach(press);
     drawAll();
   };
-  show();
+  await show();
 
   // A live page replaces its content by what the server has now, unless someone reads a text in it. Making the page
   // costs the training machine time: a twentieth at most.
@@ -68,7 +70,7 @@
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         document.querySelectorAll(".js-plotly-plot").forEach((figure) => Plotly.purge(figure));
         for (const part of ["main", "#figures"]) document.querySelector(part).replaceWith(page.querySelector(part));
-        show();
+        await show();
       }
     } catch { /* the server is gone; it may come back */ }
     setTimeout(refresh, Math.max(5000, 20 * (performance.now() - began)));

@@ -192,6 +192,7 @@ def test_episodes_go_on_after_a_kill_as_their_recovery_says(processes: Processes
     head, source, rest = re.split(r"(?<=model.path = .model.\n)|(?=\[\[tasks.eval)", TOML)
     kinds = ("snapshot", "live", "none")
     for kind in kinds:
+        Path(f"{kind}s.txt").touch()  # a run may be killed before a source had its turn
         factory = f'"game:{kind.title()}s", recovery = "{kind}"'
         head += source.replace('"letters"', f'"{kind}"', 1).replace('"game:Digits"', factory)
     Path("run.toml").write_text(head + rest)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,18 +145,22 @@ class ChatTemplate:
             for number, (role, has_text, rest) in enumerate(roles)
         ]
         sample = self._render(messages, tools, arguments)
-        found = []
-        for number, (role, has_text, _) in enumerate(roles):
-            if has_text:
-                if (times := sample.count(_word(number))) != 1:
-                    what = "drops" if times == 0 else "repeats"
-                    raise DataError(f"the chat template {what} the text of a message with role {role!r}")
-                found.append((sample.index(_word(number)), number))
+        words = {_word(number): number for number, (_, has_text, _) in enumerate(roles) if has_text}
+        order, pieces = [], [""]
+        for part in re.split(f"({_word(r'[0-9]+')})", sample):
+            if part in words:
+                order.append(words[part])
+                pieces.append("")
+            else:
+                pieces[-1] += part
+        times = Counter(order)
+        for number in words.values():
+            if times[number] != 1:
+                what = "repeats" if times[number] else "drops"
+                raise DataError(f"the chat template {what} the text of a message with role {roles[number][0]!r}")
         if tools:
             self._check_tools(sample, messages, tools, arguments)
-        order = tuple(number for _, number in sorted(found))
-        pieces = re.split("|".join(_word(number) for number in order), sample) if order else [sample]
-        return _Outline(order, tuple(pieces))
+        return _Outline(tuple(order), tuple(pieces))
 
     def _check_tools(self, sample: str, messages: Messages, tools: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in tools]
@@ -175,7 +180,7 @@ def _kind_of(messages: Messages, tools: Sequence[Any], arguments: Mapping[str, A
     return json.dumps([roles, list(tools), dict(arguments)])
 
 
-def _word(number: int) -> str:
+def _word(number: int | str) -> str:
     return f"Qt{number}sZ"
 
 

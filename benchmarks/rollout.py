@@ -195,7 +195,7 @@ def iteration_time(run: Run, measured: Result) -> float:
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def settings(batch: int, group: int, cap: int, has_trainer: bool) -> list[Setting]:
+def settings(batch: int, group: int, cap: int, has_trainer: bool = False) -> list[Setting]:
     """The first is what the others are compared with; ``rollover`` at the lag of another still wants its target. As
     packaged: whole groups, caches recomputed, the default bound."""
 

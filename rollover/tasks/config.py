@@ -79,8 +79,9 @@ class TasksConfig:
     )
     """Longer prompts are skipped, or stop the run at once."""
     keep_eval_out: bool = True
-    """Exclude evaluation prompts from training (and warm-up), so that accuracy is measured on unseen ones. Their text
-    is compared."""
+    """Exclude evaluation prompts from training (and warm-up), so that accuracy is measured on unseen ones. The texts
+    of their messages are compared, without those of the system and apart from white space: the same question is
+    excluded whatever template, tools or system prompt is around it."""
     eval_seed: int = 0
     """Seed of the generated evaluation items. It is independent of the run's seed, so that runs of several seeds are
     measured on the same items."""

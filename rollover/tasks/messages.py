@@ -13,6 +13,7 @@ from rollover.errors import DataError
 TOOLS = "tools"
 ARGUMENTS = "chat_template_kwargs"
 _ROLE = re.compile(r"[A-Za-z][\w-]*")
+_INSTRUCTING = ("system", "developer")
 MEDIA = ("images", "image", "videos", "video", "audio", "audios")
 
 
@@ -26,6 +27,14 @@ class Question(NamedTuple):
     """Text, or messages whose contents are text."""
     tools: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = {}
+
+
+def asked(question: Question) -> str:
+    """Return the text by which a question is compared with others: its messages but those of the system and the
+    developer, with white space folded, whatever template, tools and arguments are around them."""
+    content = question.content
+    turns = [m["content"] for m in content if m["role"] not in _INSTRUCTING] if isinstance(content, list) else [content]
+    return "\n".join(" ".join(str(turn).split()) for turn in turns)
 
 
 def read_question(row: Mapping[str, Any], content: Any, where: str) -> Question:

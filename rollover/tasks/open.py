@@ -79,7 +79,7 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
 def train_source(
     config: TasksConfig, tokenizer: Tokenizer, *, seed: int, held_out: Collection[str] = frozenset()
 ) -> PromptSource:
-    """Open the training mixture, without the prompts whose text is among ``held_out``. Raises ``DataError`` for
+    """Open the training mixture, without the prompts that ask what ``held_out`` contains. Raises ``DataError`` for
     anything wrong with a source."""
     if not config.train:
         raise DataError(NO_SOURCE)
@@ -133,10 +133,10 @@ def _fewest(*nums_rows: int | None) -> int | None:
 
 
 def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> frozenset[str]:
-    """List the evaluation prompts that training must not see; none when ``keep_eval_out`` is off."""
+    """List what the evaluation prompts ask, which training must not see; nothing when ``keep_eval_out`` is off."""
     if not config.keep_eval_out:
         return frozenset()
-    return frozenset(source.prompt(i).text for source in evaluation for i in range(source.num_rows))
+    return frozenset(text for source in evaluation for text in source.asked())
 
 
 def reply_end(tokenizer: Any, config: TasksConfig) -> int:

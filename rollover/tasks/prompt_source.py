@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
@@ -19,13 +20,15 @@ from typing import Any, Protocol
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnMap
-from rollover.tasks.prompts import Encoded, PromptEncoder
+from rollover.tasks.messages import Question, asked
+from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
 _SCAN_ROWS = 1000
 """Rows tokenised in one call while the admissible ones are counted."""
+_HELD_OUT = "an evaluation prompt"
 _LANE_ROWS = 2**26
 _NUM_LANES = 16
 """An endless source looks for a substitute of a row that is too long in up to this many lanes of rows."""
@@ -62,7 +65,7 @@ class _DatasetSource:
 
     Args:
         name: of the source in prompt ids and metrics.
-        held_out: texts of prompts that are left out.
+        held_out: texts that ``asked`` returns of prompts that are left out.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class _DatasetSource:
         self._encoder = encoder
         self._name = name
         self._held_out = held_out
+        self._causes = Counter[str]()
         self._columns = ColumnMap(config.column_settings(), rows[0], rows.where(0))
 
     @property
@@ -92,10 +96,11 @@ class _DatasetSource:
     def solution(self, prompt: Prompt) -> str:
         return self._config.solution(prompt, self._columns.prompt)
 
-    def _read(self, row: int, epoch: int) -> Prompt:
+    def _read(self, row: int, epoch: int) -> tuple[Question, Prompt]:
         values, where = self._rows[row], self._rows.where(row)
-        encoded = self._encoder.encode(self._columns.question(values, where), where=where)
-        return Prompt(
+        question = self._columns.question(values, where)
+        encoded = self._encoder.encode(question, where=where)
+        return question, Prompt(
             prompt_id=f"{self._name}/{row}@{epoch}",
             token_ids=encoded.token_ids,
             text=encoded.text,
@@ -103,19 +108,27 @@ class _DatasetSource:
             columns=self._columns.kept(values, where),
         )
 
-    def _admits(self, found: Encoded | Prompt, row: int) -> bool:
-        return found.text not in self._held_out and self._encoder.fits(found.token_ids, self._rows.where(row))
+    def _admits(self, question: Question, token_ids: Sequence[int], row: int) -> bool:
+        """Return whether a row is short enough and not held out, and count why not."""
+        if self._held_out and asked(question) in self._held_out:
+            cause = _HELD_OUT
+        elif self._encoder.fits(token_ids, self._rows.where(row)):
+            return True
+        else:
+            cause = f"longer than {self._encoder.max_tokens} tokens"
+        self._causes[cause] += 1
+        return False
 
     def _nothing_left(self, what: str) -> DataError:
         """Return the error that says why nothing is left of a source, and what to do."""
-        mend = "raise tasks.max_prompt_tokens or ask for smaller items"
-        if self._held_out:
-            mend += ", or set tasks.keep_eval_out = false"
-        return DataError(f"source {self._config.name!r}: {what} is {self._reason()}; {mend}")
+        mends = ["raise tasks.max_prompt_tokens or ask for smaller items"] * bool(self._causes.keys() - {_HELD_OUT})
+        mends += ["set tasks.keep_eval_out = false"] * (_HELD_OUT in self._causes)
+        return DataError(f"source {self._config.name!r}: {what} is {self._reason()}; {', or '.join(mends)}")
 
     def _reason(self) -> str:
-        held_out = " or an evaluation prompt" if self._held_out else ""
-        return f"longer than {self._encoder.max_tokens} tokens{held_out}"
+        """Return why rows were left out, with the number of rows for each of several causes."""
+        causes = self._causes.items()
+        return " or ".join(f"{cause} ({times})" if len(causes) > 1 else cause for cause, times in causes)
 
 
 class RowSource(_DatasetSource):
@@ -154,7 +167,11 @@ class RowSource(_DatasetSource):
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, self.num_rows)
-        return self._read(self._order(epoch)[place], epoch)
+        return self._read(self._order(epoch)[place], epoch)[1]
+
+    def asked(self) -> Iterator[str]:
+        """Yield the text by which each prompt is compared with others."""
+        return (asked(self._columns.question(self._rows[row], self._rows.where(row))) for row in self._admissible)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
@@ -171,8 +188,9 @@ class RowSource(_DatasetSource):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
             places = [(self._rows[r], self._rows.where(r)) for r in chunk]
             questions = [(self._columns.question(values, where), where) for values, where in places]
-            for row, encoded in zip(chunk, self._encoder.encode_many(questions), strict=True):
-                if self._admits(encoded, row):
+            encoded = self._encoder.encode_many(questions)
+            for row, (question, _), found in zip(chunk, questions, encoded, strict=True):
+                if self._admits(question, found.token_ids, row):
                     admissible.append(row)
         if not admissible:
             raise self._nothing_left(f"each of its {num_rows} prompts")
@@ -185,8 +203,10 @@ class EndlessSource(_DatasetSource):
 
     def prompt(self, index: int) -> Prompt:
         assert 0 <= index < _LANE_ROWS
+        self._causes.clear()
         for row in range(index, index + _NUM_LANES * _LANE_ROWS, _LANE_ROWS):
-            if self._admits(prompt := self._read(row, epoch=0), row):
+            question, prompt = self._read(row, epoch=0)
+            if self._admits(question, prompt.token_ids, row):
                 return prompt
         raise self._nothing_left(f"each of {_NUM_LANES} items in a row")
 

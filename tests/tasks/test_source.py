@@ -410,6 +410,25 @@ def test_evaluation_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
     assert held_out_texts(replace(tasks, keep_eval_out=False), evaluation) == frozenset()
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": " 1 +\n1 "},
+        {"question": "1 + 1", "chat_template_kwargs": {"deep": True}},
+        {"question": [{"role": "user", "content": "1 + 1"}]},
+        {"question": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]},
+    ],
+)
+def test_a_question_is_held_out_whatever_is_around_it(tmp_path: Path, row: dict[str, Any]) -> None:
+    train = jsonl(tmp_path / "a.jsonl", row | {"answer": "2"}, {"question": "1+1", "answer": "2"})
+    config = TasksConfig(train=(train,), eval=(jsonl(tmp_path / "b.jsonl", {"question": "1 + 1", "answer": "2"}),))
+    tokenizer = char_tokenizer(chat_template=CHAT + "{% if deep %}!{% endif %}")
+    held_out = held_out_texts(config, eval_sources(config, tokenizer, num_prompts=5))
+    source = train_source(config, tokenizer, seed=0, held_out=held_out)
+    assert (source.prompt(0).prompt_id, source.prompt(1).prompt_id) == ("file/1@0", "file/1@1")
+    assert source.left_out == "source 'file' leaves out 1 of 2 rows, each an evaluation prompt"
+
+
 def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
     config = ReasoningGymConfig(
         name="chain_sum",
@@ -428,9 +447,21 @@ def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
     ]
 
 
-def test_a_source_whose_prompts_are_all_held_out_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "q", "answer": "1"}))
-    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
-    with pytest.raises(DataError, match=r"or an evaluation prompt; .*tasks.keep_eval_out = false"):
-        train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0, held_out={"q"})
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (("q", "q"), "is an evaluation prompt; set tasks.keep_eval_out = false"),
+        (("long", "lengthy"), "is longer than 3 tokens; raise tasks.max_prompt_tokens or ask for smaller items"),
+        (
+            ("q", "long", "lengthy"),
+            "is an evaluation prompt (1) or longer than 3 tokens (2); raise tasks.max_prompt_tokens or ask for smaller"
+            " items, or set tasks.keep_eval_out = false",
+        ),
+    ],
+)
+def test_a_source_of_which_nothing_is_left_says_why(tmp_path: Path, texts: tuple[str, ...], reason: str) -> None:
+    config = jsonl(tmp_path / "rows.jsonl", *({"question": text, "answer": "1"} for text in texts))
+    tasks = TasksConfig(train=(config,), max_prompt_tokens=3)
+    with pytest.raises(DataError) as caught:
+        train_source(tasks, char_tokenizer(), seed=0, held_out={"q"})
+    assert str(caught.value) == f"source 'file': each of its {len(texts)} prompts {reason}"

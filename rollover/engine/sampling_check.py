@@ -166,7 +166,8 @@ def _sigmas(count: int, p_N: NDArray[np.float64]) -> float:
     """Return how far ``count`` successes of independent trials are from the expected number, in standard deviations of
     a normal distribution that are as improbable.
 
-    Example: no success in 40 trials of probability 0.3, which happens once in 1.6 million times, is -4.8.
+    Example: no success in 40 trials of probability 0.3, which happens once in 1.6 million times, is -4.8; no success in
+    40 of 1e-9, which is the rule, is 0.
     """
     mass = np.zeros(len(p_N) + 1)
     mass[0] = 1.0
@@ -174,4 +175,5 @@ def _sigmas(count: int, p_N: NDArray[np.float64]) -> float:
         mass[1:] += p * (mass[:-1] - mass[1:])
         mass[0] *= 1 - p
     low, high = float(mass[: count + 1].sum()), float(mass[count:].sum())
-    return NormalDist().inv_cdf(max(low, 1e-300)) if low < high else -NormalDist().inv_cdf(max(high, 1e-300))
+    size = -NormalDist().inv_cdf(min(max(1e-300, min(low, high)), 0.5))
+    return -size if low < high else size

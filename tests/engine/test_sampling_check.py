@@ -107,7 +107,7 @@ def test_no_honest_engine_of_two_hundred_is_refused() -> None:
         assert float(np.std(values)) == pytest.approx(1.0, abs=0.25)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0, 1e3])
 def test_no_policy_is_too_certain_or_too_uncertain_to_be_checked(scale: float) -> None:
     of = reference(scale)
     honest = Drawing(of)
@@ -125,6 +125,10 @@ def test_the_tail_count_is_judged_by_its_exact_distribution() -> None:
     assert _sigmas(0, np.full(40, 0.3)) == pytest.approx(-4.8438, abs=1e-3)
     assert _sigmas(40, np.full(40, 0.7)) == pytest.approx(4.8438, abs=1e-3)
     assert abs(_sigmas(12, np.full(40, 0.3))) < 0.6
+    assert [_sigmas(0, np.full(40, p)) for p in (0.0, 1e-20, 1e-10, 1e-3)] == [0, 0, 0, 0], (
+        "P(none) > 1/2 is no evidence"
+    )
+    assert _sigmas(1, np.full(40, 1e-10)) == pytest.approx(5.7685, abs=1e-3), "P(one or more) = 4e-9 is"
 
 
 def test_either_statistic_alone_is_enough() -> None:

@@ -106,6 +106,9 @@ def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ("Score: \u2212.5", {"range": (-5, 5)}, -0.5),
         ("Score: 0.8/1.0.", {}, 0.8),
         ("Score: **4** out of 5", {"range": (0, 5)}, 4.0),
+        ("<think>Score: 1?</think>\nThe <think> is empty. Score: 0.5", {}, 0.5),
+        ('{"points": 1}</think>{"points": 0.5}', {"json_key": "points"}, 0.5),
+        ("1</think>0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
     ],
 )
 def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
@@ -122,7 +125,10 @@ def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict
         ("Score: 1e400", {"pattern": r"\S+$"}, "the judge's score of inf is outside"),
         ("nan", {"pattern": r"\S+$"}, "the judge's score of nan is outside"),
         ("Score: x", {"pattern": r"Score: (\w)"}, "the judge's score is no number: 'x'"),
+        ("<think>Score: 1</think>\nno idea", {}, "the judge's reply has no score: no idea"),
+        ("\n<think>Score: 1", {}, "the judge's reply ends within a thought"),
         ('{"a": 1}', {"json_key": "b"}, "no JSON object with 'b'"),
+        ('{"b": true}', {"json_key": "b"}, "the judge's score is no number: 'True'"),
         ("[" * 100_000, {"json_key": "b"}, "no JSON object with 'b'"),
         (None, {}, "the judge replied without text"),
         (completion("Score: 1", "length"), {}, "was cut at 1024 tokens (reward.max_tokens)"),

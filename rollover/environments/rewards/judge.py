@@ -89,7 +89,8 @@ class JudgeConfig(RewardSettings):
     json_key: Changeable[str | None] = None
     """Key of the score in the JSON object that the reply contains."""
     parser: Changeable[str | None] = None
-    """``"module:function"`` of yours that gets the reply and returns a number, a dict of numbers or ``None``."""
+    """``"module:function"`` of yours that gets the reply without its thought and returns a number, a dict
+    of numbers or ``None``."""
     max_tokens: int = 1024
     """Longest reply. One that is cut there fails its sample."""
     seed: int = 0
@@ -263,6 +264,9 @@ class JudgeReward:
 
     async def _read(self, reply: str) -> RewardValue:
         config = self._config
+        reply = reply.rpartition("</think>")[2]  # a score that the judge considers in its thought is not its score
+        if reply.lstrip().startswith("<think>"):
+            raise RefusedReward("the judge's reply ends within a thought")
         if self._parser is not None:
             found = await asyncio.to_thread(self._parser, reply)
             wanted = "a number, a dict of numbers or None"
@@ -333,14 +337,16 @@ def _question(spec: RewardSpec, sample: RewardSample) -> str:
 def _number_in_json(reply: str, key: str) -> float:
     start, end = reply.find("{"), reply.rfind("}")
     try:
-        found = json.loads(reply[start : end + 1])
-        return _number(found[key])
+        found = json.loads(reply[start : end + 1])[key]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise RefusedReward(f"the judge's reply has no JSON object with {key!r} (reward.json_key)") from None
+    return _number(found)
 
 
 def _number(text: Any) -> float:
     try:
+        if isinstance(text, bool):
+            raise TypeError
         number = float(text.replace("\u2212", "-") if isinstance(text, str) else text)
     except (TypeError, ValueError):
         raise RefusedReward(f"the judge's score is no number: {str(text)[:40]!r}") from None

@@ -86,8 +86,8 @@ class Limits:
     """Failures in a row, without a token in between, that a sample survives."""
     max_failed_batches: int = 2
     """Batches of samples that may fail in a row without one success."""
-    max_filtered_batches: int = 32
-    """Batches of groups that the group filter may drop in a row without keeping one."""
+    max_dropped_batches: int = 32
+    """Batches of groups that may be dropped in a row, by the group filter or for want of rewards."""
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Limits:

@@ -175,7 +175,8 @@ class Scheduler:
         self._passes_over = passes_over
         self._emit = emit
         self._num_failed_in_a_row = 0
-        self._num_filtered_in_a_row = 0
+        self._num_dropped_in_a_row = self._num_hopeless_in_a_row = 0
+        self._last_failure = ""
         self._unsettled = [group for group in self.ledger.ready.values() if self._is_hopeless(group)]
         """Groups to drop, which a process that ended did not record."""
 
@@ -359,6 +360,7 @@ class Scheduler:
             DataError: too many failed in a row, so it is hardly the sample's fault.
         """
         self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason, cause=cause))
+        self._last_failure = reason
         self._settle(sample_id, now_s)
         self._num_failed_in_a_row += 1
         per_batch = self.strategy.batch_size * self.strategy.group_size
@@ -378,7 +380,7 @@ class Scheduler:
         its advantage would be 0.
 
         Raises:
-            RunError: the filter rejects all groups.
+            RunError: no group has been worth training for a long time.
         """
         group = self.ledger.groups[sample_id.group]
         if group.num_unsettled:
@@ -386,18 +388,26 @@ class Scheduler:
         if self._is_hopeless(group):
             causes = {sample.cause for sample in group.samples}
             cause = WasteCause.FAILED if WasteCause.FAILED in causes else WasteCause.NO_REWARD
-            self._drop(group.group_id, cause, now_s, prompt_returned=False)
+            self._num_hopeless_in_a_row += 1
         elif self._keep_group([self._compared(s) for s in group.samples if s.reward is not None]):
-            self._num_filtered_in_a_row = 0
+            self._num_dropped_in_a_row = self._num_hopeless_in_a_row = 0
+            return
         else:
-            self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, now_s, prompt_returned=False)
-            self._num_filtered_in_a_row += 1
-            if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self.strategy.batch_size:
-                raise RunError(
-                    f"the last {self._num_filtered_in_a_row} groups gave no signal: the samples of each have the same"
-                    " reward. If the reward is at fault, mend it and resume; else start a new run with easier or harder"
-                    " prompts, or with algorithm.group_filter = 'none'"
+            cause = WasteCause.FILTER_ZERO_SIGNAL
+        self._drop(group.group_id, cause, now_s, prompt_returned=False)
+        self._num_dropped_in_a_row += 1
+        num_dropped, num_hopeless = self._num_dropped_in_a_row, self._num_hopeless_in_a_row
+        if num_dropped > self._limits.max_dropped_batches * self.strategy.batch_size:
+            why = "the samples of each have the same reward"
+            if num_hopeless:
+                why = (
+                    f"too few samples of {num_hopeless} of them have a reward for a comparison (the last one without:"
+                    f" {self._last_failure}), and those of the others have the same"
                 )
+            raise RunError(
+                f"the last {num_dropped} groups gave no signal: {why}. If the reward is at fault, mend it and resume;"
+                " else start a new run with easier or harder prompts, or with algorithm.group_filter = 'none'"
+            )
 
     def _is_hopeless(self, group: GroupRecord) -> bool:
         """Return whether too few samples of a settled group have a reward."""

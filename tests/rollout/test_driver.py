@@ -187,7 +187,7 @@ async def test_a_hung_reward_stalls_the_run_by_name() -> None:
 
 
 async def test_a_filter_that_rejects_everything_stops_the_run() -> None:
-    rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_filtered_batches=3))
+    rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_dropped_batches=3))
     with pytest.raises(RunError, match="the last 7 groups gave no signal"):
         await with_stop(rig, rig.driver.next_batch())
     assert rig.ledger.dropped[WasteCause.FILTER_ZERO_SIGNAL] == 7, "three batches of two, and one more"

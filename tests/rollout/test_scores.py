@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rollover.batch import WasteCause
-from rollover.errors import DataError, NoReward, RewardError
+from rollover.errors import DataError, NoReward, RewardError, RunError
+from rollover.rollout.config import Limits
 from rollover.rollout.events import GroupDropped, SampleFailed, SampleScored
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
@@ -45,6 +46,20 @@ def test_a_reward_that_never_applies_ends_the_run() -> None:
     async def work() -> None:
         rig = make_rig("april", scorer=SelectiveScorer(lambda i: True, does_not_apply))
         with pytest.raises(DataError, match=r"the last 8 samples have no reward, the last one with: f returned None"):
+            await with_stop(rig, rig.train(20))
+
+    run(work())
+
+
+@pytest.mark.parametrize("others", ["without", "filtered"])
+def test_groups_of_which_one_sample_has_a_reward_end_the_run(others: str) -> None:
+    async def work() -> None:
+        scorer = SelectiveScorer(lambda i: i.index == 0 and (others == "without" or i.group % 2 == 0), does_not_apply)
+        rig = make_rig("april", scorer=scorer, keep_group=lambda rewards: False, limits=Limits(max_dropped_batches=3))
+        expected = (
+            r"the last 7 groups gave no signal: too few samples of {} of them .*\(the last one without: f returned None"
+        )
+        with pytest.raises(RunError, match=expected.format("7" if others == "without" else "[34]")):
             await with_stop(rig, rig.train(20))
 
     run(work())

@@ -13,7 +13,7 @@ import pytest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
-from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
+from rollover.rollout.strategies import OversampleConfig, SyncConfig
 from rollover.run import loading
 from rollover.run.config import RunConfig
 from rollover.run.dry_run import dry_run
@@ -58,19 +58,6 @@ def test_the_short_form_of_a_strategy_is_extended_like_its_table(tmp_path: Path)
     assert load(options).rollout.strategy == OversampleConfig(over_sampling_batch_size=6)
     other = written(tmp_path, "extends = 'base.toml'\n[rollout]\nstrategy = 'sync'\n")
     assert load(other).rollout.strategy == SyncConfig()
-
-
-def test_a_stored_comparison_of_an_earlier_version_is_understood(tmp_path: Path) -> None:
-    stored = resolved(load(written(tmp_path, TEXT)))
-    stored["rollout"] |= {"strategy": "april", "over_sampling_batch_size": 12, "num_running": None}
-    stored["variants"] = {
-        "small": {"rollout": {"over_sampling_batch_size": 8}},
-        "sync": {"rollout": {"strategy": "sync"}},
-    }
-    config = restore(stored, "config.json")
-    assert config.rollout.strategy == AprilConfig(over_sampling_batch_size=12)
-    small, sync = (variant(config, name, model=Path("policy")).rollout.strategy for name in ("small", "sync"))
-    assert (small, sync) == (AprilConfig(over_sampling_batch_size=8), SyncConfig())
 
 
 @pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)

@@ -22,7 +22,7 @@ _MISSING_SURPRISE = 0.2
 below a tenth (docs/engines.md)."""
 
 _FEWEST_FAILED = 5
-"""Samples that must have failed before their lengths say anything."""
+"""Samples that must have failed before their number or their lengths say anything."""
 
 _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
@@ -57,7 +57,7 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
     Example: after ten steps with ``reward/mean`` 0 and ``reward/groups_with_signal`` 0, the only alarm begins "every
     reward of the last 10 steps is 0".
     """
-    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows), _failures(rows)]
+    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows), _failures(rows), _long_failures(rows)]
     for metric, is_wrong, text in _LIMITS:
         value = _recent(rows, metric)
         if value is not None and is_wrong(value):
@@ -125,6 +125,22 @@ def _surprise(rows: Sequence[MetricRow]) -> str | None:
 
 
 def _failures(rows: Sequence[MetricRow]) -> str | None:
+    """Look for many failures. The count of the first step is where that of the others begins."""
+    num_failed = _values(rows, "rollout/failed_samples")[-RECENT - 1 :]
+    num_steps = len(num_failed) - 1
+    num_trained = sum(_values(rows, "rollout/batch_samples")[-num_steps:])
+    if num_steps < _FEWEST - 1 or not num_trained:
+        return None
+    failed = num_failed[-1] - num_failed[0]
+    if failed < max(_FEWEST_FAILED, 0.1 * (failed + num_trained)):
+        return None
+    return (
+        f"{failed:.0f} samples failed in the last {num_steps} steps, and {num_trained:.0f} were trained. The closing"
+        " numbers and the end of the report list the reasons under failed samples."
+    )
+
+
+def _long_failures(rows: Sequence[MetricRow]) -> str | None:
     """Look for failures that befall long responses, as time-outs do: what is left to train is shorter."""
     trained, num_failed = _recent(rows, "response/mean_tokens"), _values(rows, "rollout/failed_samples")
     if trained is None or num_failed[-1:] < [_FEWEST_FAILED]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,11 @@ from statistics import fmean
 
 from rollover.batch import WasteCause
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
+from rollover.rollout.events import SampleFailed
 from rollover.rollout.lag import LagSummary, weighted_quantile
+
+MOST_KINDS = 10
+"""Kinds of failed samples that are shown, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,23 @@ def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple
         if above and below:
             found.append((float(step), (fmean(above), fmean(below))))
     return found
+
+
+def failure_kind(reason: str) -> str:
+    """Return what failures of a kind have in common: the beginning of their reason without words that have digits, such
+    as ids.
+
+    Example: ``failure_kind("turn 2: too late (prompt file/7@0)")`` is ``"turn #: too late (prompt #"``.
+    """
+    return re.sub(r"[^\s(:]*\d[^\s:]*", "#", reason)[:120]
+
+
+def failure_kinds(failures: Iterable[SampleFailed]) -> tuple[tuple[int, SampleFailed], ...]:
+    """Return (number of failures, the first of them) of each kind, the most frequent first."""
+    kinds: dict[str, list[SampleFailed]] = {}
+    for failure in failures:
+        kinds.setdefault(failure_kind(failure.reason), []).append(failure)
+    return tuple(sorted(((len(alike), alike[0]) for alike in kinds.values()), key=lambda kind: -kind[0]))
 
 
 def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[float, int], ...]]:

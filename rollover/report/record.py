@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import RunError, parse_json
+from rollover.errors import RunError, parse_json, printable
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import Timeline
@@ -18,7 +18,7 @@ JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run as recorded in its directory. Secrets in the config are blanked.
+    """One run as recorded in its directory. Secrets in the config and in the reasons of failures are blanked.
 
     Example: ``record.name == "quickstart"``, ``record.config["rollout"]["group_size"] == 8``,
     ``record.metrics[0].step == 0``.
@@ -37,13 +37,14 @@ def read_run(run_dir: Path) -> RunRecord:
     it is not a run directory, or one of its files is damaged."""
     config = read_config(run_dir)
     meta = config.pop("meta")
-    redactor = Redactor(config)
+    redactor, timeline = Redactor(config), read_timeline(run_dir)
+    failures = (f._replace(reason=printable(" ".join(redactor.text(f.reason).split()))) for f in timeline.failures)
     return RunRecord(
         name=run_dir.resolve().name,
         config=redactor.value(config),
         meta=redactor.value(meta),
         metrics=read_metrics(run_dir),
-        timeline=read_timeline(run_dir),
+        timeline=replace(timeline, failures=tuple(failures)),
     )
 
 

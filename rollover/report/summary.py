@@ -22,6 +22,7 @@ from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, st
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
+from rollover.rollout.events import SampleFailed
 from rollover.rollout.lag import LagSummary
 
 
@@ -80,6 +81,8 @@ class RunSummary:
     peak_memory_bytes: int | None
     late_rewards: int
     """Checks against a known answer that were late and scored 0."""
+    failures: tuple[tuple[int, SampleFailed], ...]
+    """Kinds of failed samples: their number and the first of them."""
     alarms: tuple[str, ...]
     """Sentences of ``rollover.report.alarms``."""
 
@@ -136,6 +139,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         phase_s=_phases(rows, timeline),
         peak_memory_bytes=int(max(memory)) if memory else None,
         late_rewards=int(sum(_values(rows, "reward/late"))),
+        failures=measures.failure_kinds(timeline.failures),
         alarms=alarms(rows, filtered=filtered),
     )
 
@@ -189,6 +193,12 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
     ]
     if s.late_rewards:
         rows.append(("rewards that were late", f"{s.late_rewards:,} (scored 0)"))
+    if s.failures:
+        rows.append(("failed samples", f"{sum(n for n, _ in s.failures):,}"))
+    for n, failure in s.failures[: measures.MOST_KINDS]:
+        rows.append((f"  {n:,} like {failure.sample_id}", failure.reason[:300]))
+    if others := s.failures[measures.MOST_KINDS :]:
+        rows.append((f"  {sum(n for n, _ in others):,} more", f"for {len(others):,} other reasons"))
     return tuple(rows)
 
 

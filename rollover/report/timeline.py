@@ -168,6 +168,7 @@ class Timeline:
     steps: tuple[ConsumedStep, ...]
     publishes: tuple[VersionPublished, ...]
     restarts_s: tuple[float, ...]
+    failures: tuple[SampleFailed, ...]
     active: tuple[tuple[float, int], ...]
     """(time_s, samples at the engine from then on)."""
     reward_waits: tuple[tuple[float, float], ...]
@@ -191,6 +192,7 @@ class Timeline:
             steps=tuple(step for _, step in sorted(fold.steps.items())),
             publishes=tuple(fold.publishes),
             restarts_s=tuple(fold.restarts_s),
+            failures=tuple(fold.failures),
             active=tuple(fold.active),
             reward_waits=tuple(fold.reward_waits),
             waste=tuple(fold.all_waste()),
@@ -238,6 +240,7 @@ class _Fold:
         self.waste: list[WastePoint] = []
         self.publishes: list[VersionPublished] = []
         self.restarts_s: list[float] = []
+        self.failures: list[SampleFailed] = []
         self.lost_tokens = 0
         self.reprefilled_tokens = 0
         self.start_s: float | None = None
@@ -269,6 +272,7 @@ class _Fold:
                 self.unscored.discard(sample_id)
             case SampleFailed(sample_id=sample_id, cause=cause):
                 self._write_off([sample_id], event.time_s, cause)
+                self.failures += [event] if cause is WasteCause.FAILED else []
             case GroupDropped(group_id=group_id, cause=cause):
                 self._write_off(self._kept(group_id), event.time_s, cause)
             case BatchConsumed():

@@ -33,6 +33,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards),
         "reward/groups_with_signal": signal / len(batch.groups),
         "response/mean_tokens": statistics.fmean(lengths),
+        "rollout/batch_samples": len(lengths),
         "response/max_tokens": max(lengths),
         "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
         "staleness/mean": lag.token,

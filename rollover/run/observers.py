@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollover.batch import Batch
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import EngineMetrics
+from rollover.errors import printable
 from rollover.report.alarms import RECENT, alarms
+from rollover.report.measures import MOST_KINDS, failure_kind
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.progress import Progress
 from rollover.report.samples import COLUMNS
-from rollover.rollout.events import Event
+from rollover.rollout.events import Event, SampleFailed
 from rollover.rollout.ledger import Ledger
 from rollover.run.evaluation import Evaluation
 
@@ -110,6 +112,8 @@ class RunObserver:
     batch_size: int
     """Groups in a batch."""
     engine: EngineMetrics | None
+    shown: set[str] = field(default_factory=set)
+    """Kinds of failures of which one was shown."""
 
     def __call__(self, event: RunEvent) -> None:
         match event:
@@ -123,8 +127,16 @@ class RunObserver:
                 self._show_evaluation(event.version, event.evaluation)
             case Notice():
                 self.progress.message(event.text)
+            case SampleFailed(cause=WasteCause.FAILED):
+                self._show_failure(event)
             case _:
                 self._show_rollout()
+
+    def _show_failure(self, event: SampleFailed) -> None:
+        if (kind := failure_kind(event.reason)) not in self.shown and len(self.shown) < MOST_KINDS:
+            self.shown.add(kind)
+            reason = printable(" ".join(event.reason.split()))
+            self.progress.message(f"sample {event.sample_id} failed, the first of its kind: {reason}")
 
     def _show_rollout(self) -> None:
         ledger = self.ledger

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from rollover.batch import Batch
+from rollover.batch import Batch, WasteCause
 from rollover.report.alarms import alarms
 from rollover.report.metrics import MetricRow, read_metrics
-from rollover.run.observers import StepEnded, alarms_to
+from rollover.rollout.events import SampleFailed
+from rollover.rollout.ledger import Ledger
+from rollover.run.observers import RunObserver, StepEnded, alarms_to
+from rollover.types import SampleId
 
 
 def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[MetricRow, ...]:
@@ -90,6 +95,28 @@ def test_failures_that_befall_long_responses_are_named_with_both_lengths() -> No
     (alarm,) = found(5, 150)
     assert alarm.startswith("5 samples have failed, with 150 tokens on average, and trained ones have 100: long")
     assert found(4, 150) == found(5, 149) == alarms(rows(6, response__mean_tokens=100)) == ()
+
+
+def test_many_failures_are_told_and_few_are_not() -> None:
+    def found(each: int) -> tuple[str, ...]:
+        return alarms(rows(30, rollout__failed_samples=lambda step: 90 + each * step, rollout__batch_samples=8))
+
+    (alarm,) = found(1)
+    assert alarm.startswith("10 samples failed in the last 10 steps, and 80 were trained.")
+    assert found(0) == alarms(rows(30, rollout__failed_samples=lambda step: step, rollout__batch_samples=91)) == ()
+
+
+def test_the_first_failure_of_each_kind_is_shown_once_while_the_run_goes_on() -> None:
+    shown: list[str] = []
+    seen = SimpleNamespace(message=shown.append, rollout=lambda *_: None)
+    observe = RunObserver(metrics=cast(Any, None), progress=cast(Any, seen), ledger=Ledger(), batch_size=1, engine=None)
+    for i, reason in enumerate(["it took 3.1 s (prompt a/1@0)", "it took 3.2 s (prompt a/2@0)", "died\nat\x1b"]):
+        observe(SampleFailed(1.0, SampleId(i, 0), reason))
+    observe(SampleFailed(1.0, SampleId(9, 0), "none applies", cause=WasteCause.NO_REWARD))
+    assert shown == [
+        "sample g0.0 failed, the first of its kind: it took 3.1 s (prompt a/1@0)",
+        "sample g2.0 failed, the first of its kind: died at\\x1b",
+    ]
 
 
 def test_what_is_over_raises_no_alarm() -> None:

@@ -37,6 +37,7 @@ def timeline(*samples: SampleTrace) -> Timeline:
         "steps": (),
         "publishes": (),
         "restarts_s": (),
+        "failures": (),
         "active": (),
         "reward_waits": (),
         "waste": (),

@@ -15,10 +15,13 @@ from rollover.privacy import HIDDEN
 from rollover.report.comparison import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
+from rollover.report.run_report import render_report
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
-from rollover.rollout.events import BatchTrained
+from rollover.rollout.events import BatchTrained, GroupOpened, SampleFailed
+from rollover.rollout.journal import Journal
+from rollover.types import Prompt, SampleId
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER
 
@@ -74,6 +77,24 @@ def test_trained_tokens_are_those_that_had_a_gradient() -> None:
     rows = dict(summary_rows(s))
     assert rows["wasted by the rollout"] == "0 of 46 tokens (0.0%)"
     assert rows["without a gradient"] == "7 of 46 tokens (15.2%): masked_stale 4, zero_advantage 3"
+
+
+def test_failures_are_counted_by_kind_with_a_sample_and_its_reason(tmp_path: Path) -> None:
+    write_run(tmp_path, Simulation(num_steps=1))
+    texts = [f"turn {i}: it <b> died\x1b[2J, api_key=abcdefgh12345678 (prompt a/{i}@0)" for i in range(3)]
+    (tmp_path / "journal.sqlite").unlink()
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append([GroupOpened(99.0, 900, Prompt(prompt_id="a/0@0", token_ids=(1,), text="", source="a"), 5, 1)])
+    for i, text in enumerate([*texts, "too late"]):
+        journal.append([SampleFailed(100.0, SampleId(900, i), text)])
+    journal.append([SampleFailed(100.0, SampleId(900, 4), "none applies", cause=WasteCause.NO_REWARD)])
+    journal.close()
+    record = read_run(tmp_path)
+    *_, number, first, second = summary_rows(summarize(record.metrics, record.timeline))
+    died = "turn 0: it <b> died\\x1b[2J, api_key=[hidden] (prompt a/0@0)"
+    assert (number, first) == (("failed samples", "4"), ("  3 like g900.0", died))
+    assert second == ("  1 like g900.3", "too late")
+    assert died.replace("<b>", "&lt;b&gt;") in render_report(record)
 
 
 def test_a_run_that_measured_nothing_shows_dashes() -> None:

@@ -1,4 +1,4 @@
-"""Finds a user's reward function and its parameters before it is called.
+"""Finds a function of the user's and its parameters before it is called.
 
 Importing it runs the user's module, which may raise, exit or hang: that is a ``DataError`` that names the module. The
 run itself imports it only after a separate process has done so and returned (``python -m
@@ -49,7 +49,7 @@ def _check_import(module_name: str, folder: str) -> None:
             code = keeper.wait(_IMPORT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise DataError(
-                f"reward function: importing {module_name!r} took more than {_IMPORT_TIMEOUT_S:g} s; "
+                f"importing {module_name!r} took more than {_IMPORT_TIMEOUT_S:g} s; "
                 "move script code under `if __name__ == '__main__':`"
             ) from None
         finally:
@@ -60,13 +60,13 @@ def _check_import(module_name: str, folder: str) -> None:
             keeper.kill()
     if code != _CAME_BACK:
         raise DataError(
-            f"reward function: the process that imports the module {module_name!r} {describe_exit(code)}; "
+            f"the process that imports the module {module_name!r} {describe_exit(code)}; "
             "move script code under `if __name__ == '__main__':`"
         )
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """Import ``"module:function"``; modules in the working directory are found too."""
+def load_function(path: str, what: str = "function") -> Callable[..., Any]:
+    """Import ``"module:function"``; modules in the working directory are found too. ``what`` it is, for messages."""
     module_name, _, function_name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -74,7 +74,7 @@ def load_function(path: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except SystemExit as error:
         raise DataError(
-            f"reward function {path}: the module {module_name!r} ends the program when it is imported "
+            f"{what} {path}: the module {module_name!r} ends the program when it is imported "
             f"(exit code {error.code}); move script code under `if __name__ == '__main__':`"
         ) from error
     except KeyboardInterrupt:
@@ -82,16 +82,16 @@ def load_function(path: str) -> Callable[..., Any]:
     except BaseException as error:  # user code may raise anything on import
         where = "" if _was_found(module_name, error) else f"; it must be installed or be in {os.getcwd()}"
         raise DataError(
-            f"reward function {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; fix it'}"
+            f"{what} {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; fix it'}"
         ) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
         hint = nearest(function_name, names)
-        raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
+        raise DataError(f"{what} {path}: no function {function_name!r} in {module_name}{hint}")
     called = _unwrapped(function)
     if any(yields(f) for f in (called, type(called).__call__) for yields in _GENERATORS):
-        raise DataError(f"reward function {path} is a generator: return a list in place of each yield")
+        raise DataError(f"{what} {path} is a generator: return a list in place of each yield")
     return function
 
 
@@ -111,7 +111,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
     """Return the arguments that the function requires, except those ``given`` and those that every function receives.
     Raises ``DataError`` like ``load_function``."""
-    parameters = _parameters(path, load_function(path))
+    parameters = parameters_of(path, load_function(path))
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return tuple(p.name for p in by_name if p.default is p.empty and p.name not in {*ALWAYS_GIVEN, *given})
 
@@ -130,7 +130,7 @@ def accepted_names(
             "is called with; cache a function that it calls instead"
         )
     offered = {*ALWAYS_GIVEN, *columns, *params}
-    parameters = _parameters(path, function)
+    parameters = parameters_of(path, function)
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise DataError(
@@ -156,11 +156,12 @@ def accepted_names(
     return names
 
 
-def _parameters(path: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(path: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function. Raises ``DataError`` if Python does not know them."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
-        raise DataError(f"reward function {path} has no signature; wrap it in a function of Python") from None
+        raise DataError(f"function {path} has no signature; wrap it in a function of Python") from None
 
 
 def _was_found(module_name: str, error: BaseException) -> bool:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -93,6 +94,41 @@ def stop_here() -> None:
 def plus(text: str) -> list[Any]:
     left, _, right = text.partition("+")
     return [("add", {"a": int(left), "b": int(right)})] if right else []
+
+
+def interrupt() -> None:
+    """Raise KeyboardInterrupt."""
+    raise KeyboardInterrupt
+
+
+@dataclass
+class Point:
+    x: float
+
+
+class Bare:
+    pass
+
+
+def give(what: str) -> Any:
+    """Return a value.
+
+    Args:
+        what: the value, as Python
+    """
+    return eval(what)
+
+
+def by_position(a: int, /) -> int:
+    return a
+
+
+def many(*a: int) -> int:
+    return len(a)
+
+
+async def yielding() -> Any:
+    yield 1
 
 
 class Says:

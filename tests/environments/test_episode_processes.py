@@ -134,7 +134,10 @@ async def test_budgets_end_an_episode_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ToolsConfig(functions=(f"{HERE}:nothing",)), "no function 'nothing'"),
+        (ToolsConfig(functions=(f"{HERE}:nothing",)), f"tool {HERE}:nothing: no function 'nothing'"),
+        (ToolsConfig(functions=(f"{HERE}:yielding",)), f"tool {HERE}:yielding is a generator"),
+        (ToolsConfig(functions=(f"{HERE}:many",)), f"tool {HERE}:many takes 'a' by position"),
+        (ToolsConfig(functions=(f"{HERE}:by_position",)), f"tool {HERE}:by_position takes 'a' by position"),
         (ClassConfig(factory=f"{HERE}:NoStep"), "NoStep has no method 'step'"),
         (ClassConfig(factory=f"{HERE}:Dice", recovery="snapshot"), "Dice has no method 'snapshot'"),
         (ClassConfig(factory=f"{HERE}:Dice", params={"sides": 6}), "do not fit .*unexpected keyword argument 'sides'"),

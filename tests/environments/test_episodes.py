@@ -16,9 +16,8 @@ from rollover.errors import DataError
 from tests.environments.games import Session
 
 HERE = "tests.environments.games"
-TOOLS = ToolsConfig(
-    functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "echo", "half", "leave", "stop_here", "hog"))
-)
+NAMES = ("add", "wait", "fail", "echo", "half", "leave", "stop_here", "hog", "interrupt", "give")
+TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in NAMES))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -51,6 +50,8 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', ["3"]),
         (call("fail"), ["Error: ZeroDivisionError: division by zero"]),
         (call("stop_here"), ["Error: SystemExit: 3"]),
+        (call("interrupt"), ["Error: KeyboardInterrupt"]),
+        (call("add", a=1, b=2) * 35, [*["3"] * 32, "Error: the last 3 calls were not made: a turn may have 32"]),
         (call("echo", text="a\ud83d\ude00b\ud83d"), ["a😀b\ufffd"]),
         (call("half"), ["a\ufffdb"]),
         ("#### 46", []),
@@ -62,6 +63,34 @@ def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequenc
     assert len(found["messages"]) == len(answers)
     for message, expected in zip(found["messages"], answers, strict=True):
         assert message["role"] == "tool" and message["content"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("[Point(1.5), {2, 1}, None]", '[{"x": 1.5}, [1, 2], null]'),
+        ("__import__('decimal').Decimal('0.1')", '"0.1"'),
+        ("[Bare()]", "Error: TypeError: the tool has returned Bare; return text or JSON"),
+        ("len.__call__", "Error: TypeError: the tool has returned method-wrapper; return text or JSON"),
+        ("float('nan')", "Error: ValueError: Out of range float values are not JSON compliant"),
+    ],
+)
+def test_what_a_tool_returns_is_read_alike_in_every_process(value: str, answer: str) -> None:
+    assert stepped(TOOLS, call("give", what=value))[0]["text"].startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ("[(7, {})]", "it has returned (7, {})"),
+        ("[('add', [1])]", "it has returned ('add', [1])"),
+        ("None", "'NoneType' object is not iterable"),
+    ],
+)
+def test_a_parser_that_returns_no_calls_is_named(returned: str, problem: str) -> None:
+    (found,) = stepped(replace(TOOLS, parser=f"{HERE}:give"), returned)
+    expected = f"environment.parser {HERE}:give must return a list of (name, arguments), a text and a table (TypeError"
+    assert found["reason"] == f"{expected}: {problem})"
 
 
 def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:

@@ -6,21 +6,22 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome, whole
-from rollover.environments.user_function import check_import, load_function
+from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome, RefusedAnswer, whole
+from rollover.environments.user_function import check_import, load_function, parameters_of
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_CALLS = 32
-"""Calls of one turn that are answered."""
+"""Calls of one turn that are made."""
 
 
 class ToolCall(NamedTuple):
@@ -46,8 +47,9 @@ class ToolsConfig(EnvironmentSettings):
     """``"tools"`` chooses functions."""
     functions: tuple[str, ...]
     """``"module:function"`` of each tool, sync or async. What the function returns is the tool's answer: a text as it
-    is, anything else as JSON. An exception is an answer too. The chat template gets name, parameters and docstring of
-    each, which therefore needs type annotations and a description of every parameter (Google style)."""
+    is, a dataclass by its fields, anything else as JSON. An exception is an answer too. The chat template gets name,
+    parameters and docstring of each, which therefore needs type annotations and a description of every parameter
+    (Google style)."""
     parser: str = "hermes"
     """Way in which calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``),
     ``json`` (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of
@@ -83,15 +85,20 @@ class ToolsConfig(EnvironmentSettings):
         return False
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(describe(load_function(path)) for path in self.functions)
+        return tuple(describe(load_function(path, "tool")) for path in self.functions)
 
     def check(self) -> None:
         for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
             check_import(path)
-            load_function(path)
+        call_reader(self.parser)
+        for path in self.functions:
+            unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+            if by_position := [p.name for p in parameters_of(path, load_function(path, "tool")) if p.kind in unnamed]:
+                name = f"tool {path} takes {by_position[0]!r}"
+                raise DataError(f"{name} by position, but a call names its arguments; make it an ordinary parameter")
 
     def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> Tools:
-        functions = {path.partition(":")[2]: load_function(path) for path in self.functions}
+        functions = {path.partition(":")[2]: load_function(path, "tool") for path in self.functions}
         return Tools(functions, parser=self.parser, role=self.tool_role)
 
 
@@ -123,6 +130,8 @@ class Tools:
         if not calls:
             return Outcome(done=True)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
+        if (more := len(calls) - _MOST_CALLS) > 0:
+            answers.append(f"Error: the last {more} calls were not made: a turn may have {_MOST_CALLS}")
         return Outcome(messages=[{"role": self._role, "content": answer} for answer in answers])
 
     def snapshot(self) -> None:
@@ -141,17 +150,44 @@ class Tools:
             value = function(**call.arguments)
             if inspect.isawaitable(value):
                 value = await value
-            return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        except (Exception, SystemExit) as error:
+            if isinstance(value, str):
+                return value
+            return json.dumps(value, default=_in_json, ensure_ascii=False, allow_nan=False)
+        except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the tool
             return f"Error: {type(error).__name__}: {error}"
 
 
+def _in_json(value: Any) -> Any:
+    """Return what stands for a value that JSON does not have, and is the same in every process."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Set):
+        return sorted(value, key=repr)
+    if _ADDRESS.search(text := str(value)):
+        raise TypeError(f"the tool has returned {type(value).__name__}; return text or JSON")
+    return text
+
+
 def call_reader(parser: str) -> Callable[[str], list[ToolCall]]:
-    """Return a function that reads the calls in a turn."""
+    """Return a function that reads the calls in a turn. It raises ``RefusedAnswer`` if a parser of the user's fails."""
     if parser in PARSERS:
         return PARSERS[parser]
     function = load_function(parser)
-    return lambda text: [call if isinstance(call, ToolCall) else ToolCall(*call) for call in function(text)]
+
+    def read(text: str) -> list[ToolCall]:
+        try:
+            calls = [ToolCall(*call) for call in function(text)]
+            for name, arguments, _ in calls:
+                if not isinstance(name, str) or not isinstance(arguments, Mapping):
+                    raise TypeError(f"it has returned {(name, arguments)!r:.80}")
+        except Exception as error:
+            raise RefusedAnswer(
+                f"environment.parser {parser} must return a list of (name, arguments), a text and a table"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+        return calls
+
+    return read
 
 
 def _hermes(text: str) -> list[ToolCall]:

@@ -201,7 +201,9 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
             first = replace(first, token_ids=token_ids)
         if teaches:
             config.solution(first, columns.prompt)
-    reference = columns.reference(rows[0] if first is None else first.columns, where)
+    row = rows[0] if first is None else first.columns
+    references = dict.fromkeys(config.references(columns, row, where))
+    reference = " or ".join(references) or columns.reference(row, where)
     num_rows = _fewest(rows.num_rows, config.limit)
     return SourceFacts(num_rows, _use_of_reply(columns), first, reference, left_out=left_out)
 

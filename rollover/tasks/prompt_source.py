@@ -84,6 +84,7 @@ class _DatasetSource:
         self._held_out = held_out
         self._causes = Counter[str]()
         self._columns = ColumnMap(config.column_settings(), rows[0], rows.where(0))
+        config.references(self._columns, rows[0], rows.where(0))
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
@@ -188,6 +189,8 @@ class RowSource(_DatasetSource):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
             places = [(self._rows[r], self._rows.where(r)) for r in chunk]
             questions = [(self._columns.question(values, where), where) for values, where in places]
+            for values, where in places:
+                self._config.references(self._columns, values, where)
             encoded = self._encoder.encode_many(questions)
             for row, (question, _), found in zip(chunk, questions, encoded, strict=True):
                 if self._admits(question, found.token_ids, row):

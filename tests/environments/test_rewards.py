@@ -82,7 +82,7 @@ def test_the_reference_may_end_a_worked_solution() -> None:
     assert scored(config, "so\n#### 72", {"answer": "24 * 3 = 72\n#### 72"}) == 1.0
     with pytest.raises(RewardError, match="'24' has no '####'"):
         scored(config, "#### 72", {"answer": "24"})
-    with pytest.raises(RewardError, match="is a dict, not text"):
+    with pytest.raises(RewardError, match="is neither text nor a number"):
         scored(config, "#### 72", {"answer": {}})
 
 

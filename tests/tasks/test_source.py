@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollover.environments.rewards import ExactConfig, FunctionConfig, JudgeConfig, VerifierConfig
+from rollover.environments.rewards import ExactConfig, FunctionConfig, JudgeConfig, MathVerifyConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSample
 from rollover.environments.rewards.judge import JudgeReward
 from rollover.environments.scoring import score_once
@@ -311,6 +311,41 @@ def test_a_broken_file_is_told_with_its_line_and_mend(
         opened(jsonl(tmp_path / "a.jsonl", *rows, **fields))
     assert message in str(caught.value)
     assert str(tmp_path / "a.jsonl") in str(caught.value)
+
+
+MATH, HASHES = MathVerifyConfig(), ExactConfig(workers=0, reference_extract="hashes")
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "message"),
+    [
+        (EXACT, {"value": "2"}, """the reference answer {"value": "2"} in 'answer' is neither text nor a number"""),
+        (EXACT, [1.5, None], "the reference answer null in 'answer' is neither"),
+        (MATH, True, "the reference answer true in 'answer' is neither"),
+        (EXACT, [], "the reference answer [] in 'answer' is neither"),
+        (MATH, " ", "the reference answer ' ' is blank"),
+        (HASHES, "no hashes", "the reference answer 'no hashes' has no '####'"),
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_told_with_its_line(
+    tmp_path: Path, reward: Any, answer: Any, message: str
+) -> None:
+    right, wrong = {"question": "1+1", "answer": "1+1\n#### 2"}, {"question": "1+1", "answer": answer}
+    first = jsonl(tmp_path / "a.jsonl", wrong, right, reward=reward)
+    later = jsonl(tmp_path / "b.jsonl", right, wrong, reward=reward)
+    for use, source, place in ((opened, first, "a.jsonl, line 1"), (opened, later, "b.jsonl, line 2")):
+        with pytest.raises(DataError) as caught:
+            use(source)
+        assert f"{place}: {message}" in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        check_source(first)
+    assert f"a.jsonl, line 1: {message}" in str(caught.value)
+
+
+def test_a_check_reads_the_reference_as_the_reward_will(tmp_path: Path) -> None:
+    for reward, answer, shown in ((HASHES, "24 * 3 = 72\n#### 72", "72"), (EXACT, ["a", 1.5], "a or 1.5")):
+        row = {"question": "q", "answer": answer}
+        assert check_source(jsonl(tmp_path / "a.jsonl", row, reward=reward)).reference == shown
 
 
 def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ class RewardSettings(ABC):
         """Raise ``DataError`` for mistakes that can be found before the first response, at little cost."""
         del spec
 
+    def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
+        """Return the answers that are right; none if it compares with none. Raises ``RewardError`` if one cannot be."""
+        return []
+
     def findings(self) -> Iterable[str]:
         """Look at what it needs besides this machine, and return a sentence about each."""
         return ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.rewards.extraction import ExtractionSettings, ReferenceExtraction, reference_texts
@@ -25,6 +26,9 @@ class ExactConfig(ExtractionSettings):
     """Location of the reference answer in the answer column: ``hashes`` suits worked solutions that end in
     ``#### 72``."""
 
+    def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
+        return reference_texts(spec, columns, self.reference_extract)
+
     def build(self, spec: RewardSpec) -> ExactReward:
         return ExactReward(self, spec)
 
@@ -44,7 +48,7 @@ class ExactReward:
         answer = self.config.answer(sample)
         if answer is None:
             return 0.0
-        references = reference_texts(self.spec, sample, self.config.reference_extract)
+        references = self.config.references(self.spec, sample.columns)
         return float(any(_squeezed(answer) == _squeezed(text) for text in references))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,25 +89,29 @@ def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> st
             return ((last.group(1) if last.re.groups else last.group(0)) or "").strip()
 
 
-def reference_answer(spec: RewardSpec, sample: RewardSample) -> Any:
+def reference_answer(spec: RewardSpec, columns: Mapping[str, Any]) -> Any:
     """Read the reference answer from its column, or from the reply that ends the messages of the prompt."""
     assert spec.answer_column is not None
-    found = read_conversation(sample.columns, spec.prompt_column) if spec.answer_column == spec.prompt_column else None
-    return read_column(sample.columns, spec.answer_column) if found is None or found.reply is None else found.reply
+    found = read_conversation(columns, spec.prompt_column) if spec.answer_column == spec.prompt_column else None
+    return read_column(columns, spec.answer_column) if found is None or found.reply is None else found.reply
 
 
-def reference_texts(spec: RewardSpec, sample: RewardSample, how: ReferenceExtraction) -> list[str]:
+def reference_texts(spec: RewardSpec, columns: Mapping[str, Any], how: ReferenceExtraction) -> list[str]:
     """Read the reference answer, or the list of right ones, as texts.
 
-    Raises ``RewardError`` when one of them is not a text, or lacks a ``####`` that it should have.
+    Raises ``RewardError`` when one is blank or neither text nor a number, or lacks a ``####``.
     """
-    value = reference_answer(spec, sample)
+    value = reference_answer(spec, columns)
     texts: list[str] = []
-    for one in value if isinstance(value, list) else [value]:
-        if not isinstance(one, (str, int, float)):
-            raise RewardError(f"the reference answer in {spec.answer_column!r} is a {type(one).__name__}, not text")
+    for one in (value or [value]) if isinstance(value, list) else [value]:
+        if isinstance(one, bool) or not isinstance(one, (str, int, float)):
+            raise RewardError(
+                f"the reference answer {json.dumps(one, default=str)[:60]} in {spec.answer_column!r} is neither text"
+                " nor a number; write it as text, or set answer_column to a field of it"
+            )
         text = extract_answer(str(one), how)
-        if text is None:
-            raise RewardError(f"the reference answer {str(one)[-60:]!r} has no '####' (reward.reference_extract)")
+        if not text:
+            lack = "has no '####'" if text is None else "is blank"
+            raise RewardError(f"the reference answer {str(one)[-60:]!r} {lack} (reward.reference_extract = {how!r})")
         texts.append(text)
     return texts

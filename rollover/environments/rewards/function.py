@@ -118,7 +118,7 @@ class FunctionReward:
         texts = [self._texts(sample) for sample in samples]
         arguments: dict[str, Any] = {}
         if self._spec.answer_column == self._spec.prompt_column is not None:
-            arguments[REPLY] = [reference_answer(self._spec, sample) for sample in samples]
+            arguments[REPLY] = [reference_answer(self._spec, sample.columns) for sample in samples]
         columns = [name for name in samples[0].columns if name != self._spec.prompt_column]
         arguments |= {name: [sample.columns[name] for sample in samples] for name in columns}
         arguments |= self._config.params

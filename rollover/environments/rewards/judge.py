@@ -216,7 +216,7 @@ class JudgeReward:
             "high": f"{config.range[1]:g}",
         }
         if config.needs_answer:
-            values["answer"] = str(reference_answer(spec, sample))
+            values["answer"] = str(reference_answer(spec, sample.columns))
         text = _PLACES.sub(lambda place: values[place[1]], config.template)  # in one pass: no value is filled in itself
         return {
             "model": config.model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +43,9 @@ class MathVerifyConfig(AnswerSettings):
     def judged_part(self, sample: RewardSample) -> str:
         return final_expression(self.answer_text(sample) or "") or ""
 
+    def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
+        return reference_texts(spec, columns, self.reference_extract)
+
     def build(self, spec: RewardSpec) -> MathVerifyReward:
         return MathVerifyReward(self, spec)
 
@@ -65,8 +69,7 @@ class MathVerifyReward:
         self._parse("$1$")  # loads the grammar, which must not count against the deadline of the first response
 
     def score(self, sample: RewardSample) -> float:
-        texts = reference_texts(self._spec, sample, self._config.reference_extract)
-        references = [self._reference(text) for text in texts]
+        references = [self._reference(text) for text in self._config.references(self._spec, sample.columns)]
         try:
             read = self._parse(self._config.judged_part(sample))
             return float(any(self._equal(reference, one) for r in references for reference in r for one in read))

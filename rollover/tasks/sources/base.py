@@ -13,7 +13,7 @@ from rollover.environments.columns import read_column, read_conversation
 from rollover.environments.episodes import EnvironmentConfig
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
-from rollover.errors import DataError
+from rollover.errors import DataError, RewardError
 from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
 from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
@@ -108,6 +108,14 @@ class SourceSettings(ABC):
             )
             for reward in self.all_rewards
         )
+
+    def references(self, columns: ColumnMap, row: Mapping[str, Any], where: str) -> list[str]:
+        """Return the right answers of a row, as its rewards read them. Raises ``DataError`` if one cannot be right."""
+        try:
+            specs = self.reward_specs(columns, self.name)
+            return [text for spec in specs for text in spec.config.references(spec, row)]
+        except RewardError as error:
+            raise DataError(f"{where}: {error}") from None
 
     def _verifier(self) -> Mapping[str, Any]:
         return {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from typing import Any
 from rollover.environments.keeper import describe_exit, environment, keep
 from rollover.errors import DataError, nearest
 
+PATH = re.compile(r"[\w.]+:\w+")
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "transcripts")
 
 _CAME_BACK = 79

@@ -60,7 +60,7 @@ class ColumnSettings:
     needed: tuple[str, ...] = ()
     """Columns that the reward function requires."""
     keeps_prompt: bool = False
-    """True if a prompt of text travels too, for judges that read it and environments that write prompts."""
+    """True if a prompt of text travels too, for judges that read it and environments that get the row."""
     whole: bool = False
     """True if every column travels unchanged, including the prompt's."""
 

@@ -63,8 +63,10 @@ class AnswerWriter:
         """Write a conversation out from its beginning. Without a template, the texts alone."""
         texts = "".join(message["content"] for message in messages)
         content = list(messages) if self._encoder.has_template else texts
-        question = Question(content, tuple(tools), row_arguments(columns, self._where))
-        return self._encoder.encode(question, where=self._where).token_ids
+        if not self._encoder.has_template and not texts.strip():
+            raise DataError("messages: all are blank")
+        question = Question(content, tuple(tools), row_arguments(columns, "messages"))
+        return self._encoder.encode(question, where="messages").token_ids
 
     def write(
         self,
@@ -73,8 +75,8 @@ class AnswerWriter:
         columns: Mapping[str, Any],
         tools: Sequence[Any] = (),
     ) -> tuple[int, ...]:
-        arguments = row_arguments(columns, self._where)
-        ids = self._encoder.answer(messages, arguments, tools=tools, where=self._where)
+        arguments = row_arguments(columns, "messages")
+        ids = self._encoder.answer(messages, arguments, tools=tools, where="messages")
         return ids[1:] if ids[:1] == (last_id,) and self._encoder.has_template else ids
 
 
@@ -95,7 +97,7 @@ def check_environment(config: SourceSettings, encoder: PromptEncoder | None) -> 
         writer.write([{"role": environment.role, "content": "0"}], -1, {})
     except DataError as error:
         mend = '; set environment.tool_role = "user"' if environment.role == "tool" else ""
-        raise DataError(f"{error}{mend}") from None
+        raise DataError(f"environment of source {config.name!r}, {error}{mend}") from None
 
 
 def begin_episode(config: EnvironmentSettings, writer: AnswerWriter, prompt: Prompt) -> tuple[Any, tuple[int, ...]]:

@@ -159,7 +159,7 @@ class PromptEncoder:
 
     def _plain(self, question: Question, where: str) -> str:
         if question.tools or question.arguments:
-            raise DataError(f"{where}: tools and template arguments need a chat template; leave their columns out")
+            raise DataError(f"{where}: tools and template arguments need a chat template; leave them out")
         if isinstance(question.content, str):
             if not question.content.strip():
                 raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")

@@ -58,6 +58,13 @@ def fails(row: Row) -> None:
     sys.exit(3)
 
 
+def corrects(row: Row) -> None:
+    """Asks what cannot be written out, and then what the refusal says."""
+    said = ask([{"role": "user", "content": None}])
+    assert said.status_code == 400
+    ask([{"role": "user", "content": said.json()["error"]["message"]}])
+
+
 def branches(row: Row) -> None:
     """Asks for two alternatives at once, goes on from the second, and with an edited one; then begins anew."""
     first = {"role": "user", "content": "plan"}

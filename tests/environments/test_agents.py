@@ -33,6 +33,8 @@ class Plain:
         return "".join(map(chr, ids))
 
     def begin(self, messages: Any, tools: Any, columns: Any) -> tuple[int, ...]:
+        if not any(message["content"] for message in messages):
+            raise DataError("messages: all are blank")
         return tuple(map(ord, "".join(message["content"] for message in messages)))
 
     def write(self, messages: Any, last_id: int, columns: Any, tools: Any = ()) -> tuple[int, ...]:
@@ -156,6 +158,15 @@ async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies
         with pytest.raises(RewardError, match=rf"environment of source 's', turn {replies}: {reason}"):
             for number in range(replies + 1):
                 answers.append(await actor.act(episode(*["r"] * number, answers=answers), 0.0))
+
+
+async def test_a_request_that_cannot_be_written_out_is_refused_with_the_reason() -> None:
+    """In a second life too, in which the program asks it again."""
+    async with acting("corrects") as actor:
+        first = await actor.act(episode(), 0.0)
+        assert content(first) == "messages: all are blank"
+    async with acting("corrects") as actor:
+        assert (await actor.act(episode("a", answers=[first]), 0.0)).end is FinishReason.STOP
 
 
 async def test_requests_beyond_a_budget_are_refused_and_the_reward_still_counts() -> None:

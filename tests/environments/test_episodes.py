@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +148,14 @@ def test_random_numbers_belong_to_the_episode() -> None:
                 mixed.append(answer["text"])
     assert mixed == alone
     assert alone != [a["text"] for a in stepped(config, "", "", "", seed=8)]
+
+
+def test_a_module_is_imported_before_its_process_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the time of the import is not an answer's."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text("class Game:\n    pass\n")
+    Holder(ClassConfig(factory="slow_to_import:Game"))
+    assert sys.modules.pop("slow_to_import").Game
 
 
 def test_a_lost_episode_is_repeated_and_a_difference_is_refused() -> None:

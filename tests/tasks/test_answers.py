@@ -99,6 +99,12 @@ def test_a_program_begins_and_continues_a_conversation_with_its_tools() -> None:
     assert with_tools == writer.write(answers, found.turn_end, {}), "tools stand at the beginning"
     plain = AnswerWriter(PromptEncoder(tokenizer_of("qwen2_5"), TasksConfig(chat_template="off")), CALC)
     assert tokenizer_of("qwen2_5").decode(plain.begin([QUESTION, *answers], [], {})) == f"{QUESTION['content']}4647"
+    for messages, tools, reason in [
+        ([said("user", " ")], [], "messages: all are blank"),
+        ([QUESTION], [calc], "tools"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            plain.begin(messages, tools, {})
 
 
 def test_a_row_whose_prompt_a_program_writes_has_a_text_and_no_tokens() -> None:
@@ -109,6 +115,12 @@ def test_a_row_whose_prompt_a_program_writes_has_a_text_and_no_tokens() -> None:
     assert rows.encode(Question([QUESTION]), where="row 1") == Encoded(plain.text, ())
     columns = ColumnMap(config.column_settings(), {"question": "1+1", "answer": "2"}, "row 1")
     assert columns.kept({"question": "1+1", "answer": "2"}, "row 1") == {"question": "1+1", "answer": "2"}
+
+
+def test_reset_gets_the_question_too() -> None:
+    game = ClassConfig(factory="tests.environments.games:Opens")
+    config = JsonlConfig(name="g", path="g.jsonl", environment=game, reward=EnvironmentRewardConfig())
+    assert ColumnMap(config.column_settings(), {"question": "1+1"}, "row 1").travelling == ("question",)
 
 
 @pytest.mark.parametrize(

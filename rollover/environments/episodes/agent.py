@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +9,9 @@ from typing import Any, Literal
 
 from rollover.environments.episodes.base import EnvironmentSettings, LiveEpisode
 from rollover.environments.episodes.tools import PARSERS
-from rollover.environments.user_function import check_import, load_function
+from rollover.environments.user_function import PATH, check_import, load_function
 from rollover.errors import DataError, require
 from rollover.settings.changes import Changeable
-
-_FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class AgentConfig(EnvironmentSettings):
         if bool(self.command) == (self.function is not None):
             raise ValueError("environment: set command or function, and not both")
         for path in (self.function, None if self.parser in PARSERS else self.parser):
-            if path is not None and not _FUNCTION.fullmatch(path):
+            if path is not None and not PATH.fullmatch(path):
                 raise ValueError(f"environment: {path!r} must read 'module:function'")
 
     @property

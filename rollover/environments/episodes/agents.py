@@ -63,6 +63,12 @@ class AgentSource(NamedTuple):
     must_post_reward: bool = False
     """True if what the program posts is its reward."""
 
+    def write(self, columns: Mapping[str, Any], new: Messages, tools: Any, last_id: int | None) -> tuple[int, ...]:
+        """Write messages out behind a turn that ended with ``last_id``, or as a prompt. Raises ``DataError``."""
+        if last_id is None:
+            return self.writer.begin(new, tools, columns)
+        return self.writer.write(new, last_id, columns, tools)
+
 
 @dataclass(slots=True)
 class _Life:
@@ -148,7 +154,7 @@ class AgentActor:
             asked = await self._after_replies(life, trajectory, source.config)
         else:
             async with self._starting[prompt.source]:  # many programs that start at once would all be late
-                life = await self._start(sample_id, source.config, prompt.columns)
+                life = await self._start(sample_id, source, prompt.columns)
                 asked = await self._after_replies(life, trajectory, source.config)
         observation = Observation((), "", life.guest.reward, FinishReason.STOP, now_s)
         if asked is None:
@@ -160,10 +166,8 @@ class AgentActor:
         request, latest = asked.request, trajectory.num_turns - 1
         parent, new, tools = life.guest.origin(request)
         try:
-            if parent:
-                ids = source.writer.write(new, trajectory.turns[parent][-1], prompt.columns, request.tools)
-            else:
-                ids = source.writer.begin(new, tools, prompt.columns)
+            last_id = trajectory.turns[parent][-1] if parent else None
+            ids = source.write(prompt.columns, new, request.tools, last_id)
         except DataError as error:
             raise RewardError(str(error)) from None
         size = len(trajectory.before(parent)) + len(trajectory.turns[parent]) + len(ids)
@@ -197,8 +201,8 @@ class AgentActor:
         await asyncio.gather(*self._leaving)
         await self._door.close()
 
-    async def _start(self, sample_id: SampleId, config: AgentConfig, row: Mapping[str, Any]) -> _Life:
-        guest = Guest()
+    async def _start(self, sample_id: SampleId, source: AgentSource, row: Mapping[str, Any]) -> _Life:
+        guest, config = Guest(check=partial(source.write, row)), source.config
         key = self._door.let_in(guest)
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))  # a proxy is not for this address
         variables = dict(os.environ) | {"NO_PROXY": direct, "no_proxy": direct}

@@ -133,9 +133,10 @@ class LiveEpisode(Protocol):
 
     def snapshot(self) -> Any:
         """Return the state in JSON values, if the environment keeps one."""
-        ...
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 def step(live: LiveEpisode, action: Action, role: str) -> Outcome:

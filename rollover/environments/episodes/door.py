@@ -25,6 +25,7 @@ from typing import Any
 
 from rollover.environments.episodes.conversation import ChatReply, ChatRequest, RefusedRequest, read_request
 from rollover.environments.episodes.guest import Asked, Guest
+from rollover.errors import DataError
 from rollover.types import MAX_REWARD
 
 MODEL = "rollover"
@@ -123,7 +124,7 @@ class Door:
                 request = read_request(body)
                 retries = headers.get(b"x-stainless-retry-count", b"0")
                 asked = guest.ask(request, is_retry=retries.strip() not in (b"", b"0"))
-            except RefusedRequest as error:
+            except (RefusedRequest, DataError) as error:
                 await _send(send, 400, _error(error))
                 return
             await self._reply(guest, asked, request, receive, send)
@@ -208,8 +209,9 @@ async def _gone(receive: _Receive) -> None:
         pass
 
 
-def _error(error: RefusedRequest) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}}
+def _error(error: RefusedRequest | DataError) -> dict[str, Any]:
+    code = getattr(error, "code", None)
+    return {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}}
 
 
 def _reward(body: bytes) -> float:

@@ -64,12 +64,15 @@ class Guest:
     """The reason for which nothing more is answered."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something has been asked."""
+    check: Callable[..., object] = lambda messages, tools, last_id: None
+    """Raises ``DataError`` for messages that cannot be written out; see ``AgentSource.write``."""
 
     def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
         """Let a request in, or find the one that it repeats: its client has tried again, or is gone without the reply.
 
         Raises:
             RefusedRequest: nothing is answered any more.
+            DataError: what the request adds cannot be written out.
         """
         if self.refusal:
             raise self.refused()
@@ -78,6 +81,7 @@ class Guest:
         if lost or (is_retry and same):
             return (lost or same[::-1])[0]
         parent, new, tools = self.origin(request)
+        self.check(new, request.tools, -1 if parent else None)
         said = self.said[parent]  # what a conversation repeats is held once
         request = replace(request, messages=[*said.messages, *new], tools=said.tools if parent else tools)
         asked = Asked(request, asyncio.get_running_loop().create_future())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from rollover.environments.episodes.base import (
     read_outcome,
 )
 from rollover.environments.episodes.tools import describe
-from rollover.environments.user_function import check_import, load_function
+from rollover.environments.user_function import PATH, check_import, load_function
 from rollover.errors import DataError
 
 
@@ -61,7 +60,7 @@ class ClassConfig(EnvironmentSettings):
 
     def __post_init__(self) -> None:
         EnvironmentSettings.__post_init__(self)
-        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
+        if not PATH.fullmatch(self.factory):
             raise ValueError(f"environment.factory must read 'module:Class', got {self.factory!r}")
 
     @property

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome, RefusedAnswer, whole
-from rollover.environments.user_function import check_import, load_function, parameters_of
+from rollover.environments.episodes.base import Action, EnvironmentSettings, LiveEpisode, Outcome, RefusedAnswer, whole
+from rollover.environments.user_function import PATH, check_import, load_function, parameters_of
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
-_FUNCTION = re.compile(r"[\w.]+:\w+")
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -48,8 +47,7 @@ class ToolsConfig(EnvironmentSettings):
     functions: tuple[str, ...]
     """``"module:function"`` of each tool, sync or async. What the function returns is the tool's answer: a text as it
     is, a dataclass by its fields, anything else as JSON. An exception is an answer too. The chat template gets name,
-    parameters and docstring of each, which therefore needs type annotations and a description of every parameter
-    (Google style)."""
+    parameters and docstring of each: annotate and describe (Google style) every parameter."""
     parser: str = "hermes"
     """Way in which calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``),
     ``json`` (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of
@@ -64,7 +62,7 @@ class ToolsConfig(EnvironmentSettings):
         if not self.functions:
             raise ValueError("environment.functions names no tool: list 'module:function' of each")
         for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
-            if not _FUNCTION.fullmatch(path):
+            if not PATH.fullmatch(path):
                 raise ValueError(f"environment: {path!r} must read 'module:function'")
         names = [path.partition(":")[2] for path in self.functions]
         if double := sorted({name for name in names if names.count(name) > 1}):
@@ -117,7 +115,7 @@ def describe(function: Callable[..., Any]) -> Mapping[str, Any]:
     return schema
 
 
-class Tools:
+class Tools(LiveEpisode):
     """Answers turns by calling functions, which are given by name."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], *, parser: str, role: str) -> None:
@@ -133,12 +131,6 @@ class Tools:
         if (more := len(calls) - _MOST_CALLS) > 0:
             answers.append(f"Error: the last {more} calls were not made: a turn may have {_MOST_CALLS}")
         return Outcome(messages=[{"role": self._role, "content": answer} for answer in answers])
-
-    def snapshot(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     async def _answer(self, call: ToolCall) -> str:
         if call.problem:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rollover.environments.channel import Channel
-from rollover.environments.episodes import EnvironmentConfig, EnvironmentSettings
+from rollover.environments.episodes import ClassConfig, EnvironmentConfig, EnvironmentSettings
 from rollover.environments.episodes.base import (
     MOST_CHARACTERS,
     Action,
@@ -34,6 +34,7 @@ from rollover.environments.episodes.base import (
 )
 from rollover.environments.keeper import keep
 from rollover.environments.scoring import failed
+from rollover.environments.user_function import load_function
 from rollover.errors import DataError
 from rollover.settings.shape import kinds
 
@@ -58,6 +59,8 @@ class Holder:
     def __init__(self, config: EnvironmentSettings) -> None:
         self._config = config
         self._held: dict[str, _Held] = {}
+        if isinstance(config, ClassConfig):
+            load_function(config.factory)  # the time of an import is not an answer's
         self._only = None if config.has_state else config.begin({}, 0)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:

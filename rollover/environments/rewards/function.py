@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -14,6 +13,7 @@ from rollover.environments.rewards.base import RewardSample, RewardSettings, Rew
 from rollover.environments.rewards.extraction import reference_answer
 from rollover.environments.user_function import (
     ALWAYS_GIVEN,
+    PATH,
     accepted_names,
     check_import,
     is_async,
@@ -55,7 +55,7 @@ class FunctionConfig(RewardSettings):
 
     def __post_init__(self) -> None:
         RewardSettings.__post_init__(self)
-        if not re.fullmatch(r"[\w.]+:\w+", self.function):
+        if not PATH.fullmatch(self.function):
             raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
         if given := sorted({*ALWAYS_GIVEN} & self.params.keys()):
             raise ValueError(f"reward.params.{given[0]} cannot be set: every reward function receives it")

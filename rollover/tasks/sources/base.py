@@ -159,7 +159,7 @@ class DatasetSettings(SourceSettings):
             answer=self.answer_column,
             keep=self.keep_columns,
             keeps_prompt=any(reward.reads_question for reward in self.all_rewards)
-            or (self.environment is not None and self.environment.writes_prompts),
+            or (self.environment is not None and self.environment.has_state),
             needs_answer=any(reward.needs_answer for reward in self.all_rewards),
             needed=tuple(dict.fromkeys(name for reward in self.all_rewards for name in reward.needed_columns())),
         )

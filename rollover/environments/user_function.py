@@ -28,6 +28,7 @@ _CAME_BACK = 79
 """Exit code of the process that imports a module when the import has ended, even with an exception."""
 _IMPORT_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
+_MEND = "; move script code under `if __name__ == '__main__':`"
 _GENERATORS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
@@ -50,10 +51,7 @@ def _check_import(module_name: str, folder: str) -> None:
         try:
             code = keeper.wait(_IMPORT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise DataError(
-                f"importing {module_name!r} took more than {_IMPORT_TIMEOUT_S:g} s; "
-                "move script code under `if __name__ == '__main__':`"
-            ) from None
+            raise DataError(f"importing {module_name!r} took more than {_IMPORT_TIMEOUT_S:g} s{_MEND}") from None
         finally:
             assert keeper.stdin is not None
             keeper.stdin.close()
@@ -61,10 +59,7 @@ def _check_import(module_name: str, folder: str) -> None:
                 keeper.wait(_END_TIMEOUT_S)
             keeper.kill()
     if code != _CAME_BACK:
-        raise DataError(
-            f"the process that imports the module {module_name!r} {describe_exit(code)}; "
-            "move script code under `if __name__ == '__main__':`"
-        )
+        raise DataError(f"the process that imports the module {module_name!r} {describe_exit(code)}{_MEND}")
 
 
 def load_function(path: str, what: str = "function") -> Callable[..., Any]:
@@ -77,7 +72,7 @@ def load_function(path: str, what: str = "function") -> Callable[..., Any]:
     except SystemExit as error:
         raise DataError(
             f"{what} {path}: the module {module_name!r} ends the program when it is imported "
-            f"(exit code {error.code}); move script code under `if __name__ == '__main__':`"
+            f"(exit code {error.code}){_MEND}"
         ) from error
     except KeyboardInterrupt:
         raise

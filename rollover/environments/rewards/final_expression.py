@@ -3,6 +3,7 @@ r"""Finds the final expression of a response, and writes what math-verify does n
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
 _CUT = re.compile(r"\\(?:f?b(?:o(?:x(?:ed?)?)?)?|f)?\s*$")
@@ -43,6 +44,31 @@ _NO_UNITS = re.compile(
     r"choose|factorial|squared|cubed|dozen|hundred|\w+illion|thousand|half|halves|thirds|quarters|fourths)\b"
 )
 
+_WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+_MIXED = re.compile(rf"(?<![\w.,;/])(?<![\d,;] )(\d+)\s+(\d+)/(\d+)(?:\s+(?!{_NO_UNITS.pattern})[a-zA-Z]{{2,}})?\s*\Z")
+"""Matches ``3 1/2`` and ``3 1/2 cups`` at the end."""
+_RELATION = re.compile(r"\s*(?:<(?!.*>\s*\Z)|[>≠≤≥]|\\(?:neq?|not\s*=|[lg](?:eq?|t|eqslant))(?![a-zA-Z]))")
+_ELEMENT = re.compile(r"\A\s*[a-zA-Z]\s*(?:\\in\b|∈)\s*(?=(?:\\left\s*)?(?:[(\[]|\\\{))")
+_DATE = re.compile(r"(?<![\w./-])\d{4}-\d\d-\d\d\Z")
+_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?:?\s*(?:option\s+)?[$*(]*([A-Z])[)*$]*\Z")
+_MEASURES = ("mm", "cm", "m", "km", "mg", "g", "kg", "ml", "l", "s", "min", "h")
+_MEASURE = re.compile(
+    rf"\d[\s~\\,]*(?:\\(?:text|mathrm|mbox|rm)\s*\{{?\s*)?({'|'.join(_MEASURES)})(?:\^\{{?[23]\}}?)?[\s}}$.]*\Z"
+)
+
+
+def measure(expression: str) -> str | None:
+    r"""Return the unit behind a number if it is a usual one. Example: ``cm`` of ``\boxed{5\text{ cm}}``."""
+    found = _MEASURE.search(expression)
+    return found and found[1]
+
+
+def plain(text: str) -> str:
+    """Write full-width signs, fractions and powers in ASCII. Example: ``"3 1/2 cm^{2}"`` for ``"３½ cm²"``."""
+    text = re.sub("[¼-¾⅐-⅞]", lambda one: " " + unicodedata.normalize("NFKC", one[0]).replace("⁄", "/"), text)
+    text = re.sub("[⁰¹²³⁴-⁹]+", lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
+    return text.translate(_WIDE)
+
 
 def final_expression(text: str) -> str | None:
     r"""Return the part of ``text`` that math-verify shall read, ``None`` when it ends within a box.
@@ -50,11 +76,15 @@ def final_expression(text: str) -> str | None:
     Example: of ``\boxed{5} wait, no: \boxed{7}`` it is ``\boxed{7}``, of ``\boxed{1} and \boxed{2}`` it is
     ``\boxed{1,2}``. A text without a box is read as a whole.
     """
+    text = plain(text)
     if _CUT.search(text):
         return None
     boxes = list(_boxes(text))
     if not boxes:
         text = _QUOTIENT.sub("/", text.rstrip(" \n.?!"))
+        if found := _CHOICE.search(text) or _DATE.search(text):
+            return boxed(found[found.re.groups])
+        text = _MIXED.sub(r"$\1\\frac{\2}{\3}$", text)
         text = _PAIR.sub(lambda found: f"${re.sub('[{}]', _escaped, found[1])}$", text)
         text = _RUN.sub(_as_list, _SAME.sub(r"\2, \3", text))
         return _FORMULAS.sub(" or ", text)
@@ -83,16 +113,21 @@ def boxed(expression: str) -> str:
     """Return the expression in a box, where math-verify reads all of it as one."""
     if _BOXED_LIST.fullmatch(expression):
         expression = ",".join(re.findall(_ATOM, expression))
+    if _DATE.fullmatch(expression):
+        return f"\\boxed{{\\text{{{expression}}}}}"
+    if _RELATION.match(expression):  # math-verify would read \neq 5 as 5
+        expression = "x" + re.sub(r"\\not\s*=", r"\\neq ", expression)
+    expression = _MIXED.sub(r"\1\\frac{\2}{\3}", _ELEMENT.sub("", expression))
     quantity = _QUANTITY.fullmatch(expression)
     if quantity and not _NO_UNITS.search(quantity[2]):
-        expression = quantity[1]
+        expression = f"{quantity[1]}\\text{{ {quantity[2]}}}" if quantity[2] in _MEASURES else quantity[1]
     expression = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", expression.replace(r"\varnothing", r"\emptyset"))
     return f"\\boxed{{{expression}}}"
 
 
 def reference_expression(text: str) -> str:
     """Return a reference answer in the form that math-verify reads: bare LaTeX needs delimiters."""
-    if _BOX.search(text):
+    if _BOX.search(text := plain(text)):
         return final_expression(text) or text
     inner = text.strip()
     for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import AnswerSettings, ReferenceExtraction, reference_texts
-from rollover.environments.rewards.final_expression import final_expression, reference_expression
+from rollover.environments.rewards.final_expression import final_expression, measure, reference_expression
 from rollover.errors import DataError, RewardError
 
 _MOST_DIGITS = 1e5
@@ -71,16 +71,18 @@ class MathVerifyReward:
     def score(self, sample: RewardSample) -> float:
         references = [self._reference(text) for text in self._config.references(self._spec, sample.columns)]
         try:
-            read = self._parse(self._config.judged_part(sample))
-            return float(any(self._equal(reference, one) for r in references for reference in r for one in read))
+            part = self._config.judged_part(sample)
+            read, unit = self._parse(part), measure(part)
+            fitting = (one for found, own in references if None in (own, unit) or own == unit for one in found)
+            return float(any(self._equal(reference, one) for reference in fitting for one in read))
         except Exception:  # a number with more digits than Python reads, say
             return 0.0
 
-    def _reference(self, text: str) -> list[Any]:
-        reference = self._parse(reference_expression(text))
+    def _reference(self, text: str) -> tuple[list[Any], str | None]:
+        reference = self._parse(expression := reference_expression(text))
         if not reference:
             raise RewardError(f"the reference answer {text[:80]!r} is not mathematics; use reward kind 'exact'")
-        return reference
+        return reference, measure(expression)
 
     def _parse(self, text: str) -> list[Any]:
         parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
@@ -89,7 +91,12 @@ class MathVerifyReward:
     def _equal(self, reference: Any, answer: Any) -> bool:
         if is_endless(reference) or is_endless(answer):
             return bool(reference == answer)
-        return self._library.verify(reference, answer, timeout_seconds=None) and not are_apart(reference, answer)
+        pair = [  # an i alone is the imaginary unit
+            one.subs(dict.fromkeys(one.free_symbols, "I")) if str(getattr(one, "free_symbols", "")) == "{i}" else one
+            for one in (reference, answer)
+        ]
+        equal = self._library.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
+        return equal and not are_apart(*pair)
 
 
 def is_endless(expression: Any) -> bool:

@@ -76,7 +76,7 @@ def _checked(page: str) -> _Checker:
     return checker
 
 
-def _figures(page: str) -> dict[str, list[dict[str, Any]]]:
+def figures_of(page: str) -> dict[str, list[dict[str, Any]]]:
     [packed] = re.findall(r'<script type="text/plain" id="figures">(.*?)</script>', page, re.S)
     return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
 
@@ -108,7 +108,7 @@ def test_the_report_is_one_well_formed_file_that_loads_nothing(april: Path) -> N
 
 def test_every_figure_has_its_place_and_is_valid_plotly(april: Path) -> None:
     page = render_report(read_run(april))
-    drawn = _figures(page)
+    drawn = figures_of(page)
     assert len(drawn) >= 12
     assert set(drawn) <= set(_checked(page).ids)
     for variant in (v for variants in drawn.values() for v in variants):
@@ -119,7 +119,7 @@ def test_every_figure_has_its_place_and_is_valid_plotly(april: Path) -> None:
 def test_colours_named_by_figures_are_known_to_the_page(april: Path) -> None:
     page = render_report(read_run(april))
     assets = Path(run_figures.__file__).parent / "assets"
-    names = set(re.findall(r'"--([a-z]+)"', json.dumps(_figures(page))))
+    names = set(re.findall(r'"--([a-z]+)"', json.dumps(figures_of(page))))
     css, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
     for name in names:
         assert css.count(f"--{name}:") == 2, f"{name} needs a light and a dark value"
@@ -142,14 +142,14 @@ def test_nothing_from_data_becomes_markup() -> None:
     page = render_report(record)
     checker = _checked(page)
     assert checker.seen.count("script") == 3 and "img" not in checker.seen and checker.handlers == []
-    shown = json.dumps(_figures(page))
+    shown = json.dumps(figures_of(page))
     assert "<script" not in shown and "<img" not in shown
 
 
 def test_a_figure_has_no_nan() -> None:
     page = Page("run")
     page.figure("", {"data": [float("nan"), float("inf"), 1.5], "layout": {"height": 1}}, "")
-    assert [drawn["data"] for [drawn] in _figures(page.render()).values()] == [[None, None, 1.5]]
+    assert [drawn["data"] for [drawn] in figures_of(page.render()).values()] == [[None, None, 1.5]]
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "journal.sqlite", "both"])
@@ -163,7 +163,7 @@ def test_a_report_is_made_from_whatever_there_is(april: Path, tmp_path: Path, mi
     page = write_report(run).read_text()
     _checked(page)
     if missing == "both":
-        assert _figures(page) == {} and "No sample has been decoded yet." in page
+        assert figures_of(page) == {} and "No sample has been decoded yet." in page
 
 
 @pytest.mark.parametrize("cut", range(len(ROLLED_OVER) + 1))
@@ -172,7 +172,7 @@ def test_a_run_can_be_reported_at_any_moment(cut: int) -> None:
 
 
 def _curves(page: str) -> list[dict[str, Any]]:
-    return [d for variants in _figures(page).values() for v in variants for d in v["data"] if d["type"] == "scatter"]
+    return [d for variants in figures_of(page).values() for v in variants for d in v["data"] if d["type"] == "scatter"]
 
 
 def test_a_journal_that_lacks_an_event_is_named(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_the_only_point_of_a_curve_is_visible(tmp_path: Path) -> None:
 def test_a_run_of_2000_steps_is_drawn_with_a_bounded_number_of_points(tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", Simulation(num_steps=2000, groups_per_step=2))
     page = render_report(read_run(run))
-    for name, variants in _figures(page).items():
+    for name, variants in figures_of(page).items():
         for drawn in variants:
             if any("decoding" in d.get("hovertemplate", "") for d in drawn["data"]):
                 continue  # the timeline shows a few steps, each change of the samples decoding
             assert max(len(d["x"]) for d in drawn["data"]) <= 2 * MAX_POINTS, name
-    assert len(json.dumps(_figures(page))) < 0.5e6
+    assert len(json.dumps(figures_of(page))) < 0.5e6
 
 
 def test_a_report_of_500_steps_has_less_than_2_megabytes(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_report_of_500_steps_has_less_than_2_megabytes(tmp_path: Path) -> None
             writer.write("step", step, float(step), {name: 0.1 + 0.01 * (step % 31) for name in names})
     page = write_report(run).read_text()
     assert page.count('<details class="card sample">') == 12
-    spans = [sum(len(d["x"]) for d in v["data"] if d["type"] == "bar") for vs in _figures(page).values() for v in vs]
+    spans = [sum(len(d["x"]) for d in v["data"] if d["type"] == "bar") for vs in figures_of(page).values() for v in vs]
     assert max(spans) > 0.8 * MAX_SPANS
     longest_samples = 12 * sample_cards.MOST_TOKENS * len('<i class="p0" title="-0.50">token</i>')
     assert len(page.encode()) + longest_samples < 2e6
@@ -229,7 +229,7 @@ def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
         "pass_rate/source/sums": 0.75,
     }
     rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
-    drawn = [v["data"] for (v, *_) in _figures(render_report(_record([], rows))).values()]
+    drawn = [v["data"] for (v, *_) in figures_of(render_report(_record([], rows))).values()]
     curves = [{d["name"]: d["y"] for d in data} for data in drawn]
     assert {"sums": [0.5] * 3, "words": [0.25] * 3} in curves
     assert {"format": [1.0] * 3} in curves and {"sums": [0.75] * 3} in curves

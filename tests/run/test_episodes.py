@@ -12,6 +12,7 @@ from rollover import cli
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Observed, SegmentEnded
 from rollover.types import FinishReason
 from tests import runs
+from tests.report.test_run_report import figures_of
 from tests.run.test_resume import succeeded
 from tests.run.test_train import EVERY_VERSION, LOGPROB_TOLERANCE, largest_logprob_error
 from tests.runs import Cue, Processes
@@ -243,7 +244,7 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
     capsys.readouterr()
     assert cli.main(["samples", "out", "--step", str(with_turns[0]), "--show", "12"]) == 0
     assert "⟦environment:" in capsys.readouterr().out
-    assert "the environment answered with" in Path("out/report.html").read_text()
+    assert "the environment answered with" in str(figures_of(Path("out/report.html").read_text()))
 
 
 def test_a_broken_environment_is_named_before_anything_runs(

@@ -5,7 +5,8 @@
 
 The quickstart's model is so small that ten samples take ten times as long as one, so that schedules tie. Speed is
 therefore measured with a model of 28 M parameters, which replays recorded response lengths (`benchmarks/rollout.py`,
-settings as packaged, six prompts a batch whatever the machine is like at its start). Accuracy is that of `rollover train compare`: the quickstart's task from one warm-up, per step.
+settings as packaged, six prompts a batch whatever the machine is like at its start). Accuracy is that of `rollover
+train compare`: the quickstart's task from one warm-up, per step.
 """
 
 from __future__ import annotations

@@ -28,7 +28,17 @@ COLOURS = {"sync": "#778", "april": "#c33", "rollover": "#27a"}
 
 
 def measure(small: bool, seed: int) -> dict[str, Any]:
-    settings = ["--batch", "6", "--only", "; ".join(PACKAGED.values()), *(["--small"] if small else [])]
+    settings = [
+        "--batch",
+        "6",
+        "--steps",
+        "24",
+        "--repeats",
+        "2",
+        "--only",
+        "; ".join(PACKAGED.values()),
+        *(["--small"] if small else []),
+    ]
     return {
         "date": str(date.today()),
         "rollout": measured_and_foretold(rollout_options().parse_args(settings)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rollover.errors import DataError
@@ -43,13 +44,15 @@ def is_messages(content: Any) -> bool:
 
 def parsed(content: Any) -> Any:
     """Return messages that are given as JSON text as messages, and anything else unchanged."""
-    if not (isinstance(content, str) and content.lstrip().startswith("[{")):
-        return content
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
+    found = _read(content, "[{")
     return found if is_messages(found) else content
+
+
+def _read(content: Any, opening: str) -> Any:
+    if isinstance(content, str) and content.lstrip().startswith(opening):
+        with suppress(ValueError, RecursionError):
+            return json.loads(content)
+    return content
 
 
 def ends_with_reply(content: Any) -> bool:
@@ -82,12 +85,12 @@ def text_of(content: Any) -> str:
 
 
 def read_column(row: Mapping[str, Any], path: str) -> Any:
-    """Read the value at a dotted path. Raises ``KeyError`` when a part is missing."""
+    """Read the value at a dotted path, also within JSON text. Raises ``KeyError`` when a part is missing."""
     if path in row:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        if not isinstance(value, Mapping):
+        if not isinstance(value := _read(value, "{"), Mapping):
             raise KeyError(path)
         value = value[part]
     return value

@@ -80,8 +80,7 @@ class TasksConfig:
     """Longer prompts are skipped, or stop the run at once."""
     keep_eval_out: bool = True
     """Exclude evaluation prompts from training (and warm-up), so that accuracy is measured on unseen ones. The texts
-    of their messages are compared, without those of the system and apart from white space: the same question is
-    excluded whatever template, tools or system prompt is around it."""
+    of all messages but the system's are compared, apart from white space."""
     eval_seed: int = 0
     """Seed of the generated evaluation items. It is independent of the run's seed, so that runs of several seeds are
     measured on the same items."""
@@ -111,6 +110,8 @@ class TasksConfig:
                 raise ValueError(
                     f"tasks.chat_template_date must be a date as YYYY-MM-DD, got {self.chat_template_date!r}"
                 ) from None
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise ValueError("tasks.system_prompt is blank; omit it")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.eval_seed < 0:

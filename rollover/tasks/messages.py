@@ -30,8 +30,7 @@ class Question(NamedTuple):
 
 
 def asked(question: Question) -> str:
-    """Return the text by which a question is compared with others: its messages but those of the system and the
-    developer, with white space folded, whatever template, tools and arguments are around them."""
+    """Return what is compared between questions: all messages but the system's, with white space folded."""
     content = question.content
     turns = [m["content"] for m in content if m["role"] not in _INSTRUCTING] if isinstance(content, list) else [content]
     return "\n".join(" ".join(str(turn).split()) for turn in turns)

@@ -202,8 +202,7 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
         if teaches:
             config.solution(first, columns.prompt)
     row = rows[0] if first is None else first.columns
-    references = dict.fromkeys(config.references(columns, row, where))
-    reference = " or ".join(references) or columns.reference(row, where)
+    reference = " or ".join(dict.fromkeys(config.references(columns, row, where))) or columns.reference(row, where)
     num_rows = _fewest(rows.num_rows, config.limit)
     return SourceFacts(num_rows, _use_of_reply(columns), first, reference, left_out=left_out)
 

@@ -111,13 +111,10 @@ class _DatasetSource:
 
     def _admits(self, question: Question, token_ids: Sequence[int], row: int) -> bool:
         """Return whether a row is short enough and not held out, and count why not."""
-        if self._held_out and asked(question) in self._held_out:
-            cause = _HELD_OUT
-        elif self._encoder.fits(token_ids, self._rows.where(row)):
+        is_held_out = bool(self._held_out) and asked(question) in self._held_out
+        if not is_held_out and self._encoder.fits(token_ids, self._rows.where(row)):
             return True
-        else:
-            cause = f"longer than {self._encoder.max_tokens} tokens"
-        self._causes[cause] += 1
+        self._causes[_HELD_OUT if is_held_out else f"longer than {self._encoder.max_tokens} tokens"] += 1
         return False
 
     def _nothing_left(self, what: str) -> DataError:
@@ -127,7 +124,6 @@ class _DatasetSource:
         return DataError(f"source {self._config.name!r}: {what} is {self._reason()}; {', or '.join(mends)}")
 
     def _reason(self) -> str:
-        """Return why rows were left out, with the number of rows for each of several causes."""
         causes = self._causes.items()
         return " or ".join(f"{cause} ({times})" if len(causes) > 1 else cause for cause, times in causes)
 
@@ -162,9 +158,8 @@ class RowSource(_DatasetSource):
 
     @property
     def left_out(self) -> str:
-        left_out = self._num_rows - self.num_rows
-        what = f"source {self._name!r} leaves out {left_out} of {self._num_rows} rows, each {self._reason()}"
-        return what if left_out else ""
+        what = f"leaves out {self._causes.total()} of {self._num_rows} rows, each {self._reason()}"
+        return f"source {self._name!r} {what}" if self._causes else ""
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, self.num_rows)

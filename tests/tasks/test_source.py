@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import Counter
 from dataclasses import replace
@@ -205,6 +206,28 @@ def test_messages_and_nested_answers_are_found(tmp_path: Path) -> None:
     assert source.reward_specs[0].answer_column == "reward_model.ground_truth"
 
 
+def test_a_table_may_be_given_as_json_text(tmp_path: Path) -> None:
+    row = {"question": "q", "reward_model": '{"ground_truth": "34"}'}
+    assert check_source(jsonl(tmp_path / "a.jsonl", row)).reference == "34"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(gzip.compress(b"{}"), "compressed by gzip"), ("{}".encode("utf-16"), "UTF-16")],
+    ids=["gzip", "utf-16"],
+)
+def test_a_file_in_another_encoding_is_told(tmp_path: Path, content: bytes, kind: str) -> None:
+    source = jsonl(path := tmp_path / "a.jsonl", {})
+    path.write_bytes(content + b"\n")
+    with pytest.raises(DataError, match=f"a.jsonl is {kind}, not JSON lines in UTF-8; convert it"):
+        opened(source)
+
+
+def test_a_blank_system_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tasks.system_prompt is blank; omit it"):
+        TasksConfig(system_prompt=" ")
+
+
 def test_keep_columns_keeps_those_and_the_answer(tmp_path: Path) -> None:
     row = {"question": "1+1", "answer": "2", "essay": "x" * 99, "level": 3}
     source = opened(jsonl(tmp_path / "a.jsonl", row, keep_columns=("level",)))
@@ -319,10 +342,10 @@ MATH, HASHES = MathVerifyConfig(), ExactConfig(workers=0, reference_extract="has
 @pytest.mark.parametrize(
     ("reward", "answer", "message"),
     [
-        (EXACT, {"value": "2"}, """the reference answer {"value": "2"} in 'answer' is neither text nor a number"""),
-        (EXACT, [1.5, None], "the reference answer null in 'answer' is neither"),
-        (MATH, True, "the reference answer true in 'answer' is neither"),
-        (EXACT, [], "the reference answer [] in 'answer' is neither"),
+        (EXACT, {"value": "2"}, """the reference answer {"value": "2"} is neither text nor a number"""),
+        (EXACT, [1.5, None], "the reference answer null is neither"),
+        (MATH, True, "the reference answer true is neither"),
+        (EXACT, [], "the reference answer [] is neither"),
         (MATH, " ", "the reference answer ' ' is blank"),
         (HASHES, "no hashes", "the reference answer 'no hashes' has no '####'"),
     ],

@@ -97,18 +97,14 @@ def reference_answer(spec: RewardSpec, columns: Mapping[str, Any]) -> Any:
 
 
 def reference_texts(spec: RewardSpec, columns: Mapping[str, Any], how: ReferenceExtraction) -> list[str]:
-    """Read the reference answer, or the list of right ones, as texts.
-
-    Raises ``RewardError`` when one is blank or neither text nor a number, or lacks a ``####``.
-    """
+    """Read the reference answer, or the list of right ones, as texts. Raises ``RewardError`` when one is blank or
+    neither text nor a number, or lacks a ``####``."""
     value = reference_answer(spec, columns)
     texts: list[str] = []
     for one in (value or [value]) if isinstance(value, list) else [value]:
         if isinstance(one, bool) or not isinstance(one, (str, int, float)):
-            raise RewardError(
-                f"the reference answer {json.dumps(one, default=str)[:60]} in {spec.answer_column!r} is neither text"
-                " nor a number; write it as text, or set answer_column to a field of it"
-            )
+            shown = json.dumps(one, default=str)[:60]
+            raise RewardError(f"the reference answer {shown} is neither text nor a number; set answer_column to text")
         text = extract_answer(str(one), how)
         if not text:
             lack = "has no '####'" if text is None else "is blank"

@@ -112,8 +112,7 @@ class SourceSettings(ABC):
     def references(self, columns: ColumnMap, row: Mapping[str, Any], where: str) -> list[str]:
         """Return the right answers of a row, as its rewards read them. Raises ``DataError`` if one cannot be right."""
         try:
-            specs = self.reward_specs(columns, self.name)
-            return [text for spec in specs for text in spec.config.references(spec, row)]
+            return [t for s in self.reward_specs(columns, self.name) for t in s.config.references(s, row)]
         except RewardError as error:
             raise DataError(f"{where}: {error}") from None
 

@@ -17,6 +17,7 @@ from rollover.tasks.fingerprint import DataFile
 from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import FileSettings
 
+_OTHER = {b"\x1f\x8b": "compressed by gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON text, alone or in a pair, whose value needs a closer look."""
 
@@ -71,6 +72,8 @@ class JsonlRows:
         try:
             value = parse_json(line)
         except ValueError as error:
+            if kind := _OTHER.get(line[:2]):
+                raise DataError(f"{self._path} is {kind}, not JSON lines in UTF-8; convert it") from None
             raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); fix or delete the line") from None
         if not isinstance(value, dict):
             raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")

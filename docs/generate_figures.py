@@ -22,6 +22,7 @@ ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 TOOL = "benchmarks/results/learning-tool-2026-11-28b.json"
 AGENT = "benchmarks/results/learning-agent-2026-11-28.json"
+TRL = "benchmarks/results/trl-tool-2026-11-28.json"
 SOKOBAN = "benchmarks/results/learning-sokoban-2026-11-28.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
@@ -125,6 +126,21 @@ def learning(path: str) -> str:
     before, after = (row[key][0] for key in ("before", "after"))
     over, mean = (f"Over {seeds} seeds", " on average") if seeds > 1 else ("With one seed", "")
     return f"{over}, accuracy rises by {gain} points, from {before:.2f} to {after:.2f}{mean}\n(`{path}`)."
+
+
+def tool_in_trl() -> str:
+    """Return the table of the calculator's task in TRL and here: seconds, accuracy, and seconds to an accuracy."""
+    rows = []
+    for seed, arms in enumerate(record(TRL)["seeds"]):
+        for arm, found in arms.items():
+            (first, _), *_, (last, _) = found["accuracy"].values()
+            least, reached_s = found["to_accuracy"]
+            rows.append(
+                f"| {seed} | {'TRL 1.16' if arm == 'stock' else '`rollover train`'} | {found['marks_s'][-1]:.0f}"
+                f" | {found['rollout_s']:.0f} | {first:.2f} | {last:.2f} | {least:.2f} after {reached_s:.0f} s |"
+            )
+    head = "| seed | | seconds of training | of which rollouts | accuracy before | after | reached by both |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
 
 
 def sampling() -> str:
@@ -260,6 +276,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tool": partial(learning, TOOL),
     "agent": partial(learning, AGENT),
     "sokoban": partial(learning, SOKOBAN),
+    "tool_in_trl": tool_in_trl,
     "sampling": sampling,
     "door": door,
     "april": april,

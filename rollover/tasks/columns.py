@@ -29,6 +29,7 @@ from rollover.errors import DataError
 from rollover.tasks.messages import Question, read_question
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
+_SYSTEM = ("system", "system_prompt")
 ALPACA = ("instruction", "input", "output")
 """Columns of Alpaca's rows: the prompt is the first two, of which the second may be blank, and the answer the third."""
 ANSWER_COLUMNS = (
@@ -100,6 +101,12 @@ class ColumnMap:
         # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
+        for name in () if settings.whole or settings.keep is not None else _SYSTEM:
+            if name not in (*self._paths, *self._needed) and isinstance(text := first.get(name), str) and text.strip():
+                raise DataError(
+                    f"{where}: the model would not read column {name!r}: write it as the first message of the row, or"
+                    f" name the columns to keep, without it, in keep_columns of source {settings.source!r}"
+                )
         self.content(first, where)
         self.travelling = tuple(self.kept(first, where))
         """The columns of the first row that travel with its prompt, and the name under which functions get the reply

@@ -211,3 +211,17 @@ def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not() -> None:
     assert columns.reference(first, "row 0") == "3"
     with pytest.raises(DataError, match="'answer' and 'output' are both candidates"):
         ColumnMap(ColumnSettings(source="data", needs_answer=True), first | {"answer": "4"}, "row 0")
+
+
+def test_a_system_column_that_no_model_would_read_is_refused() -> None:
+    row = {"prompt": "2+2", "system": "You are a poet.", "answer": "4"}
+    with pytest.raises(
+        DataError, match=r"row 0: the model would not read column 'system': .*keep_columns of source 'd"
+    ):
+        ColumnMap(ColumnSettings(source="data"), row, "row 0")
+    for settings in (
+        ColumnSettings(source="data", keep=("answer",)),
+        ColumnSettings(source="data", needed=("system",)),
+    ):
+        assert ColumnMap(settings, row, "row 0").prompt == "prompt"
+    assert ColumnMap(ColumnSettings(source="data", prompt=("system", "prompt")), row, "row 0").parts

@@ -219,7 +219,7 @@ def slow_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    while 'hang' in text: pass\n"
         "    if 'raise' in text: raise ValueError('digits')\n"
         "    return [text.removeprefix('\\\\boxed').strip('{}')]\n"
-        "def verify(gold, answer, timeout_seconds): return gold == answer\n"
+        "def verify(gold, answer, **settings): return gold == answer\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 

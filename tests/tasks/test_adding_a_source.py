@@ -78,7 +78,7 @@ told(lambda: tasks("kind = 'jsonl'\\ndelimiter = ';'"))
 told(lambda: tasks("kind = 'csv'\\nsplit = 'test'"))
 wanted = tasks("kind = 'csv'\\ndelimiter = ';'")
 told(lambda: train_source(wanted, char_tokenizer(), seed=0))
-Path("sums.csv").write_text("question;answer\\n1+1;2\\n2+2;4\\n3+3;\\n")
+Path("sums.csv").write_text("question;answer\\n1+1;2\\n2+2;4\\n3+3;6\\n")
 source = train_source(wanted, char_tokenizer(), seed=0)
 prompts = [source.prompt(i) for i in range(6)]
 print(sorted({p.prompt_id for p in prompts}))
@@ -88,7 +88,7 @@ run = resolved(restore({"model": {"path": "m"}, "tasks": resolved(wanted)}, "con
 assert restore(run, "config.json").tasks == wanted
 recorded = same_datasets(wanted, None)
 same_datasets(wanted, recorded)
-Path("sums.csv").write_text("question;answer\\n1+1;3\\n2+2;4\\n3+3;\\n")
+Path("sums.csv").write_text("question;answer\\n1+1;3\\n2+2;4\\n3+3;6\\n")
 told(lambda: same_datasets(wanted, recorded))
 """
 
@@ -102,10 +102,10 @@ def test_a_source_is_one_file_and_one_row(tmp_path: Path) -> None:
         "run.toml:6: train.0.split: unknown key of kind 'csv'; it belongs to kind 'hf'",
         "source 'sums': no file sums.csv (relative to HERE); correct its path",
         "['sums/0@0', 'sums/0@1', 'sums/1@0', 'sums/1@1', 'sums/2@0', 'sums/2@1']",
-        "[('1+1', '2', '2'), ('2+2', '4', '4'), ('3+3', '', '')]",
+        "[('1+1', '2', '2'), ('2+2', '4', '4'), ('3+3', '6', '6')]",
         "3",
     ]
-    assert changed.startswith("sums.csv has changed since the run began (33 bytes as before, with other content")
+    assert changed.startswith("sums.csv has changed since the run began (34 bytes as before, with other content")
     page = package.configuration_page()
     assert (
         '## `[[tasks.train]]` of kind `"csv"`\n\nTakes prompts from a table with a heading and a row per line.\n'

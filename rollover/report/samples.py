@@ -186,10 +186,10 @@ def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
     """Open the tokenizer of a run. Raises ``RolloverError`` if transformers is not installed, or the model is not where
     it was."""
     require("transformers", purpose="reading responses")
-    own, named = run_dir / "model", config.get("model", {}).get("path")
-    if not own.is_dir() and not named:
-        raise RunError(f"the config of {run_dir} names no model, whose tokenizer is needed to read responses")
-    return load_tokenizer(own if own.is_dir() else resolve_model(named, weights=False))
+    own = [folder for name in ("model", "model-untrained") if (folder := run_dir / name).is_dir()]
+    if not own and not (named := config.get("model", {}).get("path")):
+        raise RunError(f"{run_dir} has no model of its own and its config names none, whose tokenizer reads responses")
+    return load_tokenizer(own[0] if own else resolve_model(named, weights=False))
 
 
 def response_pieces(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> list[str]:

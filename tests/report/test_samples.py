@@ -76,6 +76,13 @@ def test_samples_are_shown_with_their_interruptions(run: Path, capsys: pytest.Ca
     assert "g7.0  sums/4@0  reward 1 (exact 1, style 0.5)  against its group +0.500" in capsys.readouterr().out
 
 
+def test_a_run_from_scratch_without_a_warm_up_is_read_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "model").rename(run / "model-untrained")
+    (run / "config.json").write_text('{"meta": {}, "model": {"path": null}}')
+    assert cli.main(["samples", str(run)]) == 0
+    assert "one and⟦parked, version 2 → 3⟧" in capsys.readouterr().out
+
+
 def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(run / "journal.sqlite")
     list(journal.read())

@@ -400,10 +400,8 @@ class Scheduler:
         if num_dropped > self._limits.max_dropped_batches * self.strategy.batch_size:
             why = "the samples of each have the same reward"
             if num_hopeless:
-                why = (
-                    f"too few samples of {num_hopeless} of them have a reward for a comparison (the last one without:"
-                    f" {self._last_failure}), and those of the others have the same"
-                )
+                why = f"{num_hopeless} of them have too few rewards to compare (the last failure: {self._last_failure})"
+                why += ", and the samples of each other have the same reward" * (num_dropped > num_hopeless)
             raise RunError(
                 f"the last {num_dropped} groups gave no signal: {why}. If the reward is at fault, mend it and resume;"
                 " else start a new run with easier or harder prompts, or with algorithm.group_filter = 'none'"

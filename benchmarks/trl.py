@@ -156,17 +156,12 @@ def with_tool(task: Task, model: Path) -> dict[str, Any]:
     return {"tools": [calculate], "processing_class": tokenizer, "reward_funcs": reward}
 
 
-def run_trl(
-    arm: str, experiment: str, model: Path, folder: Path, *, steps: int, every: int, seed: int
-) -> dict[str, Any]:
-    """Train by TRL, with its own rollouts or ours, and return what was measured."""
-    import datasets
+def trl_settings(experiment: str, folder: Path, *, steps: int, seed: int) -> Any:
+    """What TRL is told, so that it trains as the experiment does."""
     import trl
-    from transformers import TrainerCallback
 
     num_prompts, max_new_tokens, learning_rate = SHAPES[experiment]
-    task = Task(experiment, model, seed, num_prompts * (steps + 8))
-    arguments = trl.GRPOConfig(
+    return trl.GRPOConfig(
         output_dir=str(folder / "out"),
         use_cpu=True,
         bf16=False,
@@ -190,6 +185,18 @@ def run_trl(
         vllm_importance_sampling_mode="token_truncate",
         max_tool_calling_iterations=7 if experiment == "tool" else None,  # the turn before them is the first of eight
     )
+
+
+def run_trl(
+    arm: str, experiment: str, model: Path, folder: Path, *, steps: int, every: int, seed: int
+) -> dict[str, Any]:
+    """Train by TRL, with its own rollouts or ours, and return what was measured."""
+    import datasets
+    import trl
+    from transformers import TrainerCallback
+
+    task = Task(experiment, model, seed, SHAPES[experiment][0] * (steps + 8))
+    arguments = trl_settings(experiment, folder, steps=steps, seed=seed)
     options: dict[str, Any] = {"reward_funcs": task.reward}
     if experiment == "tool":
         options = with_tool(task, model)

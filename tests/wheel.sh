@@ -35,7 +35,7 @@ install core "$wheel"
 ! "$work/core/bin/python" -c "import torch" 2>/dev/null
 "$work/core/bin/python" -c "
 import rollover
-[getattr(rollover, name) for name in rollover.__all__ if name not in ('EmbeddedEngine', 'LocalTrainer')]"
+[getattr(rollover, name) for name in rollover.__all__ if name not in ('EmbeddedEngine', 'LocalTrainer', 'TrainingSetup')]"
 "$work/core/bin/rollover" --help >/dev/null
 "$work/core/bin/rollover" simulate light-8k --strategies april --steps 12 --seeds 1 --out page.html >simulated.txt
 grep -q recommended simulated.txt

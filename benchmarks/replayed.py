@@ -39,12 +39,15 @@ from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload
+from rollover.workload.source import PRESETS
 from rollover.workload.trace import Replay, Trace, TracePrompt
 
 MAX_RUNNING = 128
 """More than any setting has in flight: what is started is the strategy's decision alone."""
 KV_CACHE_BYTES = 2**28
 """More than any setting fills."""
+LAW_PROMPTS = 1408
+"""Prompts drawn from a law of lengths, as many as ``lengths.json`` gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +88,21 @@ class Run:
         return Window(whole_rounds(self.steps, warmup))
 
 
-def read_lengths(file: Path, group_size: int, scale: float, prompt_tokens: int) -> Trace:
-    """Response lengths from a list of lists, divided by ``scale``. A longer row makes several prompts, which follow one
-    another after all rows have had their first."""
-    rows: list[list[int]] = json.loads(file.read_text())
+def read_lengths(source: str, group_size: int, scale: float, prompt_tokens: int) -> Trace:
+    """Response lengths from a file with a list of lists, or from a packaged law of this name, divided by ``scale``. A
+    longer row makes several prompts, which follow one another after all rows have had their first."""
+    rows: Sequence[Sequence[int]]
+    if source in PRESETS:
+        law = PRESETS[source].workload()
+        rows = [law.group_lengths(prompt, group_size) for prompt in range(LAW_PROMPTS)]
+    else:
+        rows = json.loads(Path(source).read_text())
     starts = range(0, min(map(len, rows)) - group_size + 1, group_size)
     groups = [tuple(max(1, round(n / scale)) for n in row[i : i + group_size]) for i in starts for row in rows]
     prompts = [
         TracePrompt(prompt_id=str(i), prompt_tokens=prompt_tokens, lengths=group) for i, group in enumerate(groups)
     ]
-    return Trace(name=str(file), cap_tokens=max(map(max, groups)), prompts=tuple(prompts))
+    return Trace(name=source, cap_tokens=max(map(max, groups)), prompts=tuple(prompts))
 
 
 def mean_context(trace: Trace) -> float:

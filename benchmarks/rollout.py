@@ -411,7 +411,9 @@ def run_all(args: argparse.Namespace, trace: Trace) -> Result:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--lengths", type=Path, default=HERE / "lengths.json", help="JSON: a list of lengths per prompt"
+        "--lengths",
+        default=str(HERE / "lengths.json"),
+        help="JSON: a list of lengths per prompt; or a packaged law, such as r1-16k",
     )
     parser.add_argument("--model", default="28M", choices=sorted(SHAPES), help="float32, random weights")
     parser.add_argument("--scale", type=float, default=3.0, help="divides the lengths")

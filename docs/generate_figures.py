@@ -16,6 +16,7 @@ from rollover.frontier.sweep import MeanOverSeeds
 
 ROOT = Path(__file__).parent.parent
 COMPARE = "benchmarks/results/compare-2026-11-28.json"
+EQUAL_LAG = "benchmarks/results/rollout-lag-2026-11-28.json"
 MAP = "benchmarks/results/map-2026-11-28b.json"
 MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
@@ -58,6 +59,23 @@ def rollout() -> str:
             f"| lag of trained tokens, mean / max policy versions | {lags} |",
         ]
     )
+
+
+def equal_lag() -> str:
+    """Return the table of ``rollover`` over ``april`` at the lag of ``april``, by decoding; repeats are paired."""
+    found = record(EQUAL_LAG)
+    rows = []
+    for caches, recompute in (("lost", ", recompute"), ("kept", "")):
+        april, ours = f"april{recompute}", f"rollover, april's lag{recompute}, groups"
+        runs = [found["summary"][name] for name in (april, ours)]
+        speeds = [[turn[name]["measured"]["tokens_per_s"] for turn in found["repeats"]] for name in (april, ours)]
+        ratio = MeanOverSeeds.of([mine / theirs for theirs, mine in zip(*speeds, strict=True)])
+        predicted = runs[1]["foretold"]["table"] / runs[0]["foretold"]["table"]
+        cells = " | ".join(f"{run['gain']:.2f}, {run['mean']['lag']:.2f}" for run in runs)
+        rows.append(f"| {caches} | {cells} | {ratio.mean:.2f} ± {ratio.margin:.2f} | {predicted:.2f} |")
+    head = "| caches | `april` over `sync`, lag | `rollover`, lag | `rollover` over `april` | predicted |"
+    said = f"{len(found['repeats'])} repeats of {found['steps']['counted']} steps, 95 % intervals (`{EQUAL_LAG}`)."
+    return "\n".join([head, "|---|---|---|---|---|", *rows, "", said])
 
 
 def lag_map() -> str:
@@ -216,9 +234,9 @@ def door() -> str:
     )
 
 
-def accuracy() -> str:
+def accuracy(path: str) -> str:
     """Return the table of schedules and algorithms: final accuracy, and differences from ``sync`` paired by seed."""
-    seeds = record(ACCURACY)["seeds"]
+    seeds = record(path)["seeds"]
 
     def final(seed: dict[str, Any], name: str) -> float:
         return list(seed[name]["accuracy"].values())[-1]
@@ -244,7 +262,7 @@ def accuracy() -> str:
             f" | {difference(name, curve)} | {tokens / 1e3:,.0f} k |"
         )
     head = "| algorithm | strategy | final accuracy | points over `sync` | over the whole curve | decoded tokens |"
-    said = f"{len(seeds)} seeds, paired, 95 % intervals (`{ACCURACY}`)."
+    said = f"{len(seeds)} seeds, paired, 95 % intervals (`{path}`)."
     return "\n".join([head, "|---|---|---|---|---|---|", *rows, "", said])
 
 
@@ -269,6 +287,7 @@ def planner() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
+    "equal_lag": equal_lag,
     "lag_map": lag_map,
     "clairvoyant": clairvoyant,
     "rounds": rounds,
@@ -280,7 +299,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "sampling": sampling,
     "door": door,
     "april": april,
-    "accuracy": accuracy,
+    "accuracy": partial(accuracy, ACCURACY),
     "planner": planner,
     "large": large,
 }

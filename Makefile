@@ -25,6 +25,9 @@ ARGS ?=
 JOBS ?= 2
 DEEP_JOBS ?= 2
 
+# Hundreds of processes start in the tests: each would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train compare test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
 
 help:

@@ -74,36 +74,36 @@ class Digits:
         self.turns += 1
         return {"messages": f"{random.randint(0, 9)}=", "reward": len(action.text) / 20, "done": self.turns == 4}
 
+def post(path, body):
+    "Return the answer, or nothing if there is none. Each episode is a process: httpx would take longer than the rest."
+    import http.client, json, os, urllib.parse
+    url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.netloc, timeout=600)
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    connection.request("POST", url.path + path, json.dumps(body), head)
+    response = connection.getresponse()
+    content = json.loads(response.read())
+    return content if response.status == 200 else None
+
+def ask(*messages):
+    answer = post("/chat/completions", {"messages": messages})
+    return answer and answer["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
 def plays(row):
-    import httpx, os
-    client = httpx.Client(
-        base_url=os.environ["OPENAI_BASE_URL"],
-        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-        timeout=600,
-    )
-    messages = [{"role": "user", "content": row["prompt"]}]
+    messages = [user(row["prompt"])]
     for turn in range(3):
-        response = client.post("/chat/completions", json={"messages": messages})
-        if response.status_code == 400:
+        reply = ask(*messages)
+        if reply is None:
             break
-        reply = response.json()["choices"][0]["message"]
-        client.post("/reward", json={"reward": len(reply["content"] or "") / 20})
-        messages += [reply, {"role": "user", "content": f"{turn}="}]
+        post("/reward", {"reward": len(reply["content"] or "") / 20})
+        messages += [reply, user(f"{turn}=")]
 
 def branches(row):
     "Takes the better of two plans, has two others work at the same time, and goes on from what they said, and anew."
-    import httpx, os
     from concurrent.futures import ThreadPoolExecutor
-    client = httpx.Client(
-        base_url=os.environ["OPENAI_BASE_URL"],
-        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-        timeout=600,
-    )
-    def user(text):
-        return {"role": "user", "content": text}
-    def ask(*messages):
-        response = client.post("/chat/completions", json={"messages": messages})
-        return response.json()["choices"][0]["message"] if response.status_code == 200 else None
     with ThreadPoolExecutor() as pool:
         plans = list(pool.map(ask, [user(row["prompt"])] * 2))
         if None not in plans:
@@ -113,7 +113,7 @@ def branches(row):
                 said = "".join(part["content"][:3] for part in parts)
                 ask(user(row["prompt"]), plan, user(said + "="))
                 ask(user("d" + said))
-    client.post("/reward", json={"reward": sum(len(plan["content"]) for plan in plans if plan) / 40})
+    post("/reward", {"reward": sum(len(plan["content"]) for plan in plans if plan) / 40})
 """
 """An environment that needs its own random numbers and every turn to answer as before, and agents."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}#{% endif %}"

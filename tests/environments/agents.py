@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import httpx
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 Row = Mapping[str, Any]
 
 
-def post(route: str, content: Any) -> httpx.Response:
-    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    return httpx.post(os.environ["OPENAI_BASE_URL"] + route, json=content, headers=key, timeout=60)
+class Reply(NamedTuple):
+    status: int
+    content: Any
 
 
-def ask(messages: list[Any]) -> httpx.Response:
+def post(route: str, content: Any) -> Reply:
+    """Without a library: each episode is a process, and to import httpx takes longer than all that most of them do."""
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    connection.request("POST", url.path + route, json.dumps(content), head)
+    response = connection.getresponse()
+    return Reply(response.status, json.loads(response.read()))
+
+
+def ask(messages: list[Any]) -> Reply:
     return post("/chat/completions", {"model": "m", "messages": messages})
 
 
@@ -29,9 +40,9 @@ def counts(row: Row) -> None:
     messages = [{"role": "user", "content": f"start {row['start']}"}]
     for number in range(row.get("turns", 3)):
         response = ask(messages)
-        if response.status_code == 400:
+        if response.status == 400:
             break
-        said = response.json()["choices"][0]["message"]
+        said = response.content["choices"][0]["message"]
         messages += [said, {"role": "user", "content": f"{number}:{said['content']}"}]
         post("/reward", {"reward": number + 1.0})
 
@@ -61,15 +72,15 @@ def fails(row: Row) -> None:
 def corrects(row: Row) -> None:
     """Asks what cannot be written out, and then what the refusal says."""
     said = ask([{"role": "user", "content": None}])
-    assert said.status_code == 400
-    ask([{"role": "user", "content": said.json()["error"]["message"]}])
+    assert said.status == 400
+    ask([{"role": "user", "content": said.content["error"]["message"]}])
 
 
 def branches(row: Row) -> None:
     """Asks for two alternatives at once, goes on from the second, and with an edited one; then begins anew."""
     first = {"role": "user", "content": "plan"}
     with ThreadPoolExecutor() as pool:
-        plans = [response.json() for response in pool.map(ask, [[first]] * 2)]
+        plans = [response.content for response in pool.map(ask, [[first]] * 2)]
     said = max((plan["choices"][0]["message"] for plan in plans), key=lambda plan: plan["content"])
     ask([first, said, {"role": "user", "content": "go"}])
     ask([first, {**said, "content": "EDITED"}, {"role": "user", "content": "go"}])
@@ -81,9 +92,9 @@ def delegates(row: Row) -> None:
     """Has two others work at the same time, and reports what they have said."""
     parts = [[{"role": "user", "content": f"part {number}"}] for number in range(2)]
     question = [{"role": "user", "content": "whole"}]
-    plan = ask(question).json()["choices"][0]["message"]
+    plan = ask(question).content["choices"][0]["message"]
     with ThreadPoolExecutor() as pool:
-        said = [response.json()["choices"][0]["message"]["content"] for response in pool.map(ask, parts)]
+        said = [response.content["choices"][0]["message"]["content"] for response in pool.map(ask, parts)]
     ask([*question, plan, {"role": "user", "content": " ".join(said)}])
 
 

@@ -59,7 +59,7 @@ def rewritten(row: Row) -> None:
     messages = [message("system", "be brief"), message("user", "New task:\n1 + 2?")]
     for result in ("3", "done"):
         body = {"model": "rollover", "messages": messages, "tools": [calc], "tool_choice": "required"}
-        calls = post("/chat/completions", body).json()["choices"][0]["message"]["tool_calls"]
+        calls = post("/chat/completions", body).content["choices"][0]["message"]["tool_calls"]
         for call in calls:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         messages += [message("assistant", f"Calling tools:\n{calls}"), message("user", f"Observation:\n{result}")]

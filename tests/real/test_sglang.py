@@ -74,23 +74,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from serving(folders[0], tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def incremental_url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from serving(folders[0], tmp_path_factory, "--incremental-streaming-output")
-
-
-def serving(model: Path, places: pytest.TempPathFactory, *arguments: str) -> Iterator[str]:
-    server = sglang_server(model, places.mktemp("logs") / "server.log", *arguments)
-    server.start()
+def urls(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Of two servers, which start side by side: the second streams increments."""
+    logs = tmp_path_factory.mktemp("logs")
+    made = [
+        sglang_server(folders[0], logs / f"server-{number}.log", *arguments)
+        for number, arguments in enumerate([(), ("--incremental-streaming-output",)])
+    ]
+    for server in made:
+        server.start()
     try:
-        server.wait_until_ready()
-        yield server.url
+        for server in made:
+            server.wait_until_ready()
+        yield [server.url for server in made]
     finally:
-        server.stop()
+        for server in made:
+            server.stop()
+
+
+@pytest.fixture
+def url(urls: list[str]) -> str:
+    return urls[0]
+
+
+@pytest.fixture
+def incremental_url(urls: list[str]) -> str:
+    return urls[1]
 
 
 def config_of(url: str, **settings: Any) -> SGLangConfig:
@@ -528,20 +537,14 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
 def test_log_probs_of_a_run_are_of_their_version(
     url: str, folders: tuple[Path, Path], tmp_path: Path, episodes: tuple[str, ...]
 ) -> None:
-    """The run starts its server if there are no episodes; then weights come under running samples."""
-    given: dict[str, Any] = {"urls": [url], "stream_interval_tokens": 4}
-    strategy = ("april", *episodes)
+    """Without episodes, weights come under running samples."""
+    engine: dict[str, Any] = {"kind": "sglang", "urls": [url], "max_running": SLOTS, "stream_interval_tokens": 4}
+    engine |= {"control_timeout_s": 300.0, "abort_timeout_s": 60.0}
+    strategy = ("april", *episodes) if episodes else ("bounded_async", "--rollout.max_staleness", "1")
     model = folders[0]
-    if not episodes:
-        given = {"launch": True, "launch_command": COMMAND, "launch_args": ARGUMENTS}
-        strategy = ("bounded_async", "--rollout.max_staleness", "1")
-        model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
-    engine = {"kind": "sglang", "max_running": SLOTS, "control_timeout_s": 300.0, "abort_timeout_s": 60.0, **given}
     with runs.working_in(tmp_path, model):
         before, _, after = Path("run.toml").read_text().partition("[engine]")
         lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
-        if not episodes:
-            lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
         write_game(Path())
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.

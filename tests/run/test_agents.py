@@ -17,42 +17,50 @@ from tests.runs import Cue, Processes
 TEMPLATE = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}#{% endif %}"
 
 AGENT = """\
-import json, os, sys, httpx
+import http.client, json, os, sys
+from urllib.parse import urlsplit
 
 row = json.loads(os.environ["ROLLOVER_ROW"])
 assert json.load(sys.stdin) == row
-client = httpx.Client(
-    base_url=os.environ["OPENAI_BASE_URL"],
-    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    timeout=60,
-)
+
+def post(path, body):
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    connection.request("POST", url.path + path, json.dumps(body), head)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+def ask(messages):
+    status, answer = post("/chat/completions", {"model": "rollover", "messages": messages})
+    return answer["choices"][0]["message"] if status == 200 else None
+
 messages, count = [{"role": "user", "content": row["prompt"] + SALT}], 0
 while count < 3:
-    response = client.post("/chat/completions", json={"model": "rollover", "messages": messages})
-    if response.status_code == 400:
+    reply = ask(messages)
+    if reply is None:
         break
-    reply = response.json()["choices"][0]["message"]
     count += 1
     messages += [reply, {"role": "user", "content": f"{count}{row['answer']}="}]
-client.post("/reward", json={"reward": count / 2}).raise_for_status()
+assert post("/reward", {"reward": count / 2})[0] == 200
 """
 """Asks three times, as far as it may."""
 
 TREE = """\
 import concurrent.futures
 
-def ask(*texts):
-    messages = [{"role": "user" if number % 2 == 0 else "assistant", "content": t} for number, t in enumerate(texts)]
-    response = client.post("/chat/completions", json={"model": "rollover", "messages": messages})
-    return response.json()["choices"][0]["message"]["content"] if response.status_code == 200 else None
+def say(*texts):
+    said = [{"role": "user" if number % 2 == 0 else "assistant", "content": t} for number, t in enumerate(texts)]
+    reply = ask(said)
+    return reply and reply["content"]
 
 with concurrent.futures.ThreadPoolExecutor() as pool:
-    plans = list(pool.map(ask, [row["prompt"]] * 2))
+    plans = list(pool.map(say, [row["prompt"]] * 2))
 if None not in plans:
     best = max(plans, key=lambda plan: (len(plan), plan))
-    ask(row["prompt"], best, "1=")
-    ask(row["prompt"], "#" + best, "2=")
-client.post("/reward", json={"reward": float(len(plans[0] or ""))}).raise_for_status()
+    say(row["prompt"], best, "1=")
+    say(row["prompt"], "#" + best, "2=")
+assert post("/reward", {"reward": float(len(plans[0] or ""))})[0] == 200
 """
 """Takes the better one of two replies up, and edits it."""
 

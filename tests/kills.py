@@ -64,19 +64,10 @@ learning_rate = 3e-3
 every_steps = 2
 """
 """Sizes, and what has no default."""
-GAME = """\
-import random
-
-class Digits:
-    def reset(self, row, seed):
-        self.turns = 0
-    def step(self, action):
-        self.turns += 1
-        return {"messages": f"{random.randint(0, 9)}=", "reward": len(action.text) / 20, "done": self.turns == 4}
+CLIENT = """\
+import http.client, json, os, urllib.parse
 
 def post(path, body):
-    "Return the answer, or nothing if there is none. Each episode is a process: httpx would take longer than the rest."
-    import http.client, json, os, urllib.parse
     url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(url.netloc, timeout=600)
     head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
@@ -88,6 +79,19 @@ def post(path, body):
 def ask(*messages):
     answer = post("/chat/completions", {"messages": messages})
     return answer and answer["choices"][0]["message"]
+"""
+"""Asks the model. Each episode is a process, in which the import of httpx would take longer than all else."""
+GAME = (
+    CLIENT
+    + """
+import random
+
+class Digits:
+    def reset(self, row, seed):
+        self.turns = 0
+    def step(self, action):
+        self.turns += 1
+        return {"messages": f"{random.randint(0, 9)}=", "reward": len(action.text) / 20, "done": self.turns == 4}
 
 def user(text):
     return {"role": "user", "content": text}
@@ -115,6 +119,7 @@ def branches(row):
                 ask(user("d" + said))
     post("/reward", {"reward": sum(len(plan["content"]) for plan in plans if plan) / 40})
 """
+)
 """An environment that needs its own random numbers and every turn to answer as before, and agents."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}#{% endif %}"
 

@@ -37,9 +37,6 @@ TOLERANCE = 1e-4
 PROMPT = (5, 6, 7)
 CONTEXT = 480
 """SGLang keeps some of the model's 512 for itself."""
-PATIENT = {"connect_timeout_s": 300.0, "first_token_timeout_s": 300.0, "token_timeout_s": 300.0}
-PATIENT |= {"control_timeout_s": 300.0, "abort_timeout_s": 120.0, "all_down_timeout_s": 600.0}
-"""For a machine that has other things to do."""
 WATCHFUL = {"health_interval_s": 0.5, "health_timeout_s": 20.0, "rejoin_max_interval_s": 2.0}
 EMBEDDED = EmbeddedConfig(
     max_running=4, max_context_tokens=512, kv_cache_bytes=2**24, stream_interval_tokens=1, cpu_kernels="torch"

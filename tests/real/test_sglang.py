@@ -52,7 +52,7 @@ from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
 from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
-from tests.real.servers import assert_trained_as_drawn, drawn_by_servers
+from tests.real.servers import PATIENT, assert_trained_as_drawn, drawn_by_servers
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
 from tests.speed import within
@@ -97,21 +97,10 @@ def url(urls: list[str]) -> str:
     return urls[0]
 
 
-@pytest.fixture
-def incremental_url(urls: list[str]) -> str:
-    return urls[1]
-
-
 def config_of(url: str, **settings: Any) -> SGLangConfig:
-    """With patience for a machine that has other things to do."""
-    patient = {
-        "connect_timeout_s": 300.0,
-        "first_token_timeout_s": 900.0,
-        "token_timeout_s": 300.0,
-        "control_timeout_s": 300.0,
-        "abort_timeout_s": 120.0,
-    }
-    return SGLangConfig(**{"urls": (url,), "max_running": SLOTS, "stream_interval_tokens": 1, **patient, **settings})
+    return SGLangConfig(
+        **{"urls": (url,), "max_running": SLOTS, "stream_interval_tokens": 1, **PATIENT, **settings}  # type: ignore[arg-type]
+    )
 
 
 @asynccontextmanager
@@ -147,12 +136,12 @@ class SGLang(EngineContract):
     deadline_s = 900.0
     gives_kept = True
     endless = 500
-    server = "url"
+    server = 0
     stream_interval_tokens = 1
 
     @pytest.fixture(autouse=True)
-    def _server(self, request: pytest.FixtureRequest, folders: tuple[Path, Path], tmp_path: Path) -> None:
-        self.url: str = request.getfixturevalue(self.server)
+    def _server(self, urls: list[str], folders: tuple[Path, Path], tmp_path: Path) -> None:
+        self.url = urls[self.server]
         self.initial, self.fitting = folders
         self.misfit = model_folder(tmp_path / "misfit")
 
@@ -177,22 +166,22 @@ class TestSGLangThatRecomputesKeepsTheContract(SGLang):
 
 
 class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):
-    server = "incremental_url"
+    server = 1
     stream_interval_tokens = 4
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("server", ["url", "incremental_url"])
+@pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 64, "top_p": 0.9}, {"top_k": 64, "min_p": 0.1}])
 def test_log_probs_are_those_among_the_kept_sets(
-    request: pytest.FixtureRequest, folders: tuple[Path, Path], server: str, cut: dict[str, Any]
+    urls: list[str], folders: tuple[Path, Path], server: int, cut: dict[str, Any]
 ) -> None:
     asked = call("a", max_new_tokens=40, temperature=0.8, returns_kept=True, **cut)
 
     async def law() -> list[Chunk]:
-        async with opened(request.getfixturevalue(server), folders[0]) as engine:
+        async with opened(urls[server], folders[0]) as engine:
             return await collect(engine, asked)
 
     chunks = asyncio.run(law())

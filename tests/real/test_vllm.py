@@ -39,7 +39,7 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
-from tests.real.servers import RealServer, assert_trained_as_drawn, drawn_by_servers
+from tests.real.servers import PATIENT, RealServer, assert_trained_as_drawn, drawn_by_servers
 from tests.run.test_train import largest_logprob_error
 from tests.speed import within
 
@@ -65,14 +65,6 @@ ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 PyTorch at a start; with the second nothing waits for a compiler."""
 MAX_RUNNING = 16
 DEADLINE_S = within(900.0)
-PATIENT = {
-    "connect_timeout_s": 300.0,
-    "first_token_timeout_s": 900.0,
-    "token_timeout_s": 300.0,
-    "control_timeout_s": 300.0,
-    "abort_timeout_s": 120.0,
-}
-"""For a machine that has other things to do."""
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +131,6 @@ async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIt
 @asynccontextmanager
 async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> AsyncIterator[EnginePool]:
     watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
-    watchful["all_down_timeout_s"] = 600.0
     setup = EngineSetup(folder=folder, run="tests", root=Path("unused"), clock=SystemClock())
     pool = await open_vllm(config_of(*servers, **{**watchful, **changes}), setup)
     try:

@@ -9,8 +9,9 @@ import pytest
 
 from rollover.engine.servers.sglang.config import SGLangConfig
 from tests.real.models import real_model
+from tests.real.servers import PATIENT
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV
-from tests.real.swarms import PATIENT, WATCHFUL, check_worker
+from tests.real.swarms import WATCHFUL, check_worker
 
 pytestmark = pytest.mark.sglang
 

@@ -10,7 +10,8 @@ import pytest
 
 from rollover.engine.servers.vllm.config import VLLMConfig
 from tests.real.models import real_model
-from tests.real.swarms import PATIENT, WATCHFUL, check_worker
+from tests.real.servers import PATIENT
+from tests.real.swarms import WATCHFUL, check_worker
 from tests.real.test_vllm import ENV, PYTHON
 
 pytestmark = pytest.mark.vllm

@@ -12,38 +12,28 @@ from rollover import cli
 from rollover.rollout.events import Observed, SampleFailed
 from rollover.types import FinishReason, Trajectory
 from tests import runs
+from tests.kills import CLIENT
 from tests.runs import Cue, Processes
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}#{% endif %}"
 
-AGENT = """\
-import http.client, json, os, sys
-from urllib.parse import urlsplit
+AGENT = (
+    CLIENT
+    + """
+import sys
 
 row = json.loads(os.environ["ROLLOVER_ROW"])
 assert json.load(sys.stdin) == row
-
-def post(path, body):
-    url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
-    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    connection.request("POST", url.path + path, json.dumps(body), head)
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
-
-def ask(messages):
-    status, answer = post("/chat/completions", {"model": "rollover", "messages": messages})
-    return answer["choices"][0]["message"] if status == 200 else None
-
 messages, count = [{"role": "user", "content": row["prompt"] + SALT}], 0
 while count < 3:
-    reply = ask(messages)
+    reply = ask(*messages)
     if reply is None:
         break
     count += 1
     messages += [reply, {"role": "user", "content": f"{count}{row['answer']}="}]
-assert post("/reward", {"reward": count / 2})[0] == 200
+assert post("/reward", {"reward": count / 2})
 """
+)
 """Asks three times, as far as it may."""
 
 TREE = """\
@@ -51,7 +41,7 @@ import concurrent.futures
 
 def say(*texts):
     said = [{"role": "user" if number % 2 == 0 else "assistant", "content": t} for number, t in enumerate(texts)]
-    reply = ask(said)
+    reply = ask(*said)
     return reply and reply["content"]
 
 with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -60,7 +50,7 @@ if None not in plans:
     best = max(plans, key=lambda plan: (len(plan), plan))
     say(row["prompt"], best, "1=")
     say(row["prompt"], "#" + best, "2=")
-assert post("/reward", {"reward": float(len(plans[0] or ""))})[0] == 200
+assert post("/reward", {"reward": float(len(plans[0] or ""))})
 """
 """Takes the better one of two replies up, and edits it."""
 

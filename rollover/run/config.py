@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.algorithms.registry import ADVANTAGES, Algorithm
@@ -81,6 +81,22 @@ class RunConfig:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Runs to compare, by name; each table lists the changes to this config, as in ``[variants.april.rollout]``
     followed by ``strategy = "april"``. All variants start from the same initial policy."""
+
+    other_names: ClassVar[Mapping[str, str]] = {
+        "algorithm.clip_low": "clip_ratio eps_clip epsilon",
+        "algorithm.kl_coef": "beta kl_loss_coef",
+        "algorithm.name": "adv_estimator advantage_estimator loss_type",
+        "checkpoint.every_steps": "save_freq save_interval save_steps",
+        "eval.every_steps": "eval.interval eval_interval eval_steps test_freq",
+        "model.path": "hf_checkpoint model.name model_name_or_path name_or_path",
+        "rollout.group_size": "n n_samples_per_prompt num_generations",
+        "rollout.max_new_tokens": "max_completion_length max_response_length rollout_max_response_len",
+        "rollout.rollout_batch_size": "batch_size global_batch_size train_batch_size",
+        "steps": "max_steps num_rollout num_train_epochs total_epochs total_training_steps",
+        "tasks.train": "data dataset dataset_name prompt_data train_files",
+        "trainer.learning_rate": "lr",
+    }
+    """What TRL, verl and slime call some of these keys, for messages about unknown ones."""
 
     @property
     def weighing_algorithm(self) -> Algorithm:
@@ -265,6 +281,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         yield from _too_long(config, can.max_context_tokens, can.context_key)
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+        if config.tasks.chat_template_file is not None:
+            yield "tasks.chat_template_file is for a model with a tokenizer of its own, not for model.scratch: omit it"
     yield from _about_evaluation(config)
 
 

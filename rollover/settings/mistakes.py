@@ -87,6 +87,9 @@ class Mistakes:
             kinds = " or ".join(dict.fromkeys(repr(kind) for a in others for kind in own_kinds(a)))
             here: Any = functools.reduce(lambda table, key: table[key], path[:-1], self.data)  # type: ignore[index]
             return f" of kind {here['kind']!r}; it belongs to kind {kinds}"
+        names = getattr(self.schema, "other_names", {}).items()
+        if meant := [key for key, others in names if {str(path[-1]), dotted(path)} & {*others.split()}]:
+            return f"; did you mean {meant[0]!r}?"
         elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]
         if elsewhere:
             return f"; did you mean {dotted(min(elsewhere, key=len))!r}?"

@@ -21,7 +21,7 @@ from rollover.run.loading import EXPERIMENTS, find, load, restore, variant
 from rollover.run.sections import EvalConfig, ModelConfig
 from rollover.settings import schema, toml
 from rollover.settings.plain import resolved
-from rollover.settings.shape import hints_of, members_of, own_kinds
+from rollover.settings.shape import hints_of, members_of, own_kinds, types_at
 
 TEXT = """\
 steps = 12
@@ -293,6 +293,27 @@ def test_a_key_of_one_of_several_rewards_is_named_with_its_place(tmp_path: Path,
     file = written(tmp_path, f"[[tasks.train]]\nkind = 'jsonl'\nname = 'a'\npath = 'a.jsonl'\n{rewards}\n")
     with pytest.raises(ConfigError, match=re.escape(f"run.toml:5: tasks.train.0.rewards.1.{message}")):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("trainer.lr = 1e-6", "trainer.learning_rate"),
+        ("rollout.n = 8", "rollout.group_size"),
+        ("rollout.batch_size = 8", "rollout.rollout_batch_size"),
+        ("trainer.kl_coef = 0.1", "algorithm.kl_coef"),
+        ("trainer.beta = 0.1", "algorithm.kl_coef"),
+        ("model.name = 'm'", "model.path"),
+        ("data.train_files = 'a.parquet'", "tasks.train"),
+    ],
+)
+def test_the_names_that_other_frameworks_have_for_a_key_lead_to_ours(tmp_path: Path, line: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key; did you mean '{meant}'\?"):
+        load(written(tmp_path, f"{line}\nmodel.path = 'm'"))
+
+
+def test_other_names_lead_to_keys() -> None:
+    assert [key for key in RunConfig.other_names if not types_at(RunConfig, key.split("."))] == []
 
 
 def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, ...] = ()) -> Iterator[list[str]]:

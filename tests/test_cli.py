@@ -229,7 +229,7 @@ def test_a_checkpoint_that_is_measured_is_not_pruned(work: Jobs) -> None:
         (["train", "run.toml", "--resume", "x"], "error: --resume reads the config of its run and writes to its directory; leave out CONFIG"),
         (["train", "--resume", "x", "--run-dir", "y"], "error: --resume reads the config of its run and writes to its directory; leave out --run-dir"),
         (["eval"], "error: Missing argument 'CONFIG|RUN'."),
-        (["report", "gone"], "error: gone is not a run directory: it contains no config.json"),
+        (["report", "gone"], "error: gone is not a run directory: it has no config.json"),
     ],
 )  # fmt: skip
 def test_a_refused_command_line_says_why_in_its_first_line(

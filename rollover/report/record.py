@@ -57,8 +57,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{run_dir} is not a run directory: it contains no config.json") from None
-    except (OSError, ValueError) as e:
+        raise RunError(f"{run_dir} is not a run directory: it has no config.json") from None
+    except ValueError as e:
         raise RunError(f"{path} cannot be read: {e}") from e
     if not isinstance(config.get("meta"), dict):
         raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")

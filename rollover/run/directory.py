@@ -35,8 +35,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollover import locks
-from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError, parse_json
+from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
+from rollover.report.record import read_config
 from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run import layout
 from rollover.run.config import RunConfig
@@ -301,17 +302,8 @@ def _locked(file: Path) -> int:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config and the meta data of a run directory."""
-    file = path / layout.CONFIG
-    try:
-        config = parse_json(file.read_text())
-        meta = config.pop("meta") if isinstance(config, dict) and "meta" in config else None
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{path} is not a run directory: it has no config.json") from None
-    except ValueError:
-        meta = None
-    if not isinstance(meta, dict):
-        raise RunError(f"{file} is damaged: its content was not written by a run")
-    return config, meta
+    config = read_config(path)
+    return config, config.pop("meta")
 
 
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:

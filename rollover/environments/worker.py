@@ -19,7 +19,7 @@ from rollover.environments.keeper import keep
 from rollover.environments.rewards import spec_from_json
 from rollover.environments.rewards.base import GroupReward, Reward, RewardSample
 from rollover.environments.scoring import ScoringResult, Values, begin_score, failed, scored, settled
-from rollover.errors import DataError
+from rollover.errors import RolloverError
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     try:
         specs = [spec_from_json(value) for value in channel.receive()["specs"]]
         rewards = {spec.key: spec.config.build(spec) for spec in specs}
-    except DataError as error:
+    except RolloverError as error:
         channel.send({"error": str(error)})
         return
     channel.send({"ready": True})

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSpec
-from rollover.environments.rewards.extraction import ExtractionSettings, ReferenceExtraction, reference_texts
+from rollover.environments.rewards.extraction import (
+    ExtractionSettings,
+    ReferenceExtraction,
+    extract_answer,
+    reference_texts,
+)
+from rollover.errors import RewardError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,15 @@ class ExactConfig(ExtractionSettings):
     ``#### 72``."""
 
     def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
-        return reference_texts(spec, columns, self.reference_extract)
+        texts = reference_texts(spec, columns, self.reference_extract)
+        marked = {"hashes": "#### {}", "tag": "<answer>{}</answer>"}.get(self.extract, "")
+        for text in map(_squeezed, texts if marked else ()):
+            if extract_answer(marked.format(text), self.extract) != text:
+                raise RewardError(
+                    f"no answer that reward.extract = {self.extract!r} finds equals the reference {text[-60:]!r}; set"
+                    " reward.reference_extract"
+                )
+        return texts
 
     def build(self, spec: RewardSpec) -> ExactReward:
         return ExactReward(self, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -11,8 +12,9 @@ from typing import Any, ClassVar, Literal
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import AnswerSettings, ReferenceExtraction, reference_texts
 from rollover.environments.rewards.final_expression import final_expression, measure, reference_expression
-from rollover.errors import DataError, RewardError
+from rollover.errors import RewardError, require
 
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
 _MOST_DIGITS = 1e5
 _MOST_TERMS = 1e4
 """Largest power of an expression with variables, and number of terms of a sum or product."""
@@ -44,7 +46,11 @@ class MathVerifyConfig(AnswerSettings):
         return final_expression(self.answer_text(sample) or "") or ""
 
     def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
-        return reference_texts(spec, columns, self.reference_extract)
+        texts = reference_texts(spec, columns, self.reference_extract)
+        for text in texts:
+            if not _is_read(reference_expression(text)):
+                raise RewardError(f"the reference answer {text[:80]!r} is not mathematics; use reward kind 'exact'")
+        return texts
 
     def build(self, spec: RewardSpec) -> MathVerifyReward:
         return MathVerifyReward(self, spec)
@@ -58,45 +64,47 @@ class MathVerifyReward:
     """
 
     def __init__(self, config: MathVerifyConfig, spec: RewardSpec) -> None:
-        try:
-            import math_verify
-        except ImportError:
-            raise DataError("reward kind 'math_verify' needs the package: pip install math-verify") from None
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
-        self._library = math_verify
+        require("math_verify", purpose="reward kind 'math_verify'")
         self._config = config
         self._spec = spec
-        self._parse("$1$")  # loads the grammar, which must not count against the deadline of the first response
+        _parsed("$1$")  # loads the grammar, which must not count against the deadline of the first response
 
     def score(self, sample: RewardSample) -> float:
-        references = [self._reference(text) for text in self._config.references(self._spec, sample.columns)]
+        expressions = map(reference_expression, self._config.references(self._spec, sample.columns))
+        references = [(_parsed(expression), measure(expression)) for expression in expressions]
         try:
             part = self._config.judged_part(sample)
-            read, unit = self._parse(part), measure(part)
+            read, unit = _parsed(part), measure(part)
             fitting = (one for found, own in references if None in (own, unit) or own == unit for one in found)
             return float(any(self._equal(reference, one) for reference in fitting for one in read))
         except Exception:  # a number with more digits than Python reads, say
             return 0.0
 
-    def _reference(self, text: str) -> tuple[list[Any], str | None]:
-        reference = self._parse(expression := reference_expression(text))
-        if not reference:
-            raise RewardError(f"the reference answer {text[:80]!r} is not mathematics; use reward kind 'exact'")
-        return reference, measure(expression)
-
-    def _parse(self, text: str) -> list[Any]:
-        parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
-        return parsed
-
     def _equal(self, reference: Any, answer: Any) -> bool:
+        import math_verify
+
         if is_endless(reference) or is_endless(answer):
             return bool(reference == answer)
         pair = [  # an i alone is the imaginary unit
             one.subs(dict.fromkeys(one.free_symbols, "I")) if str(getattr(one, "free_symbols", "")) == "{i}" else one
             for one in (reference, answer)
         ]
-        equal = self._library.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
+        equal = math_verify.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
         return equal and not are_apart(*pair)
+
+
+def _parsed(text: str) -> list[Any]:
+    import math_verify
+
+    return list(math_verify.parse(text, parsing_timeout=None))
+
+
+def _is_read(expression: str) -> bool:
+    """Return whether math-verify reads anything in a reference. It reads every box with a letter or digit in it, so
+    that few references have to be parsed for this."""
+    bare = re.sub(r"\\(?:[a-zA-Z]+|.)", "", expression)
+    is_closed = expression.startswith(r"\boxed{") and bare.count("{") == bare.count("}")
+    return bool(is_closed and re.search(r"[^\W_]", bare)) or bool(_parsed(expression))
 
 
 def is_endless(expression: Any) -> bool:
@@ -159,6 +167,8 @@ def are_apart(reference: Any, answer: Any) -> bool:
     import sympy
 
     pair = [one.rhs if isinstance(one, sympy.Eq) else one for one in (reference, answer)]
+    if pair[0] == pair[1]:  # also infinity, which is not apart from itself
+        return False
     if all(isinstance(one, sympy.FiniteSet | sympy.Tuple) for one in pair) and len(pair[0]) == len(pair[1]):
         parts = [list(one) if isinstance(one, sympy.Tuple) else sorted(one, key=_sort_key) for one in pair]
         return any(are_apart(*both) for both in zip(*parts, strict=True))

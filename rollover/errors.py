@@ -154,11 +154,11 @@ _MAX_DEPTH = 100
 """Levels of nesting in JSON; functions that walk through the values would not survive thousands."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     """Parse JSON from a file that anything may have happened to. Raises ``ValueError`` for every fault, nesting too
-    deep among them."""
+    deep among them, and with ``unique_keys`` a key that a table has twice."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_table if unique_keys else None)
     except RecursionError:
         raise ValueError("lists or tables are nested too deeply") from None
     level, depth = [value], 0
@@ -166,6 +166,14 @@ def parse_json(text: str | bytes) -> Any:
         if (depth := depth + 1) > _MAX_DEPTH:
             raise ValueError("lists or tables are nested too deeply")
     return value
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} is there twice")
+    return found
 
 
 def _values(inner: dict[str, Any] | list[Any]) -> Iterable[Any]:

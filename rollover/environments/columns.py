@@ -6,13 +6,12 @@ that the model should learn to give.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rollover.errors import DataError
+from rollover.errors import DataError, parse_json
 
 REPLY = "answer"
 """Name under which a reward function receives the reply if it is the reference."""
@@ -50,8 +49,8 @@ def parsed(content: Any) -> Any:
 
 def _read(content: Any, opening: str) -> Any:
     if isinstance(content, str) and content.lstrip().startswith(opening):
-        with suppress(ValueError, RecursionError):
-            return json.loads(content)
+        with suppress(ValueError):
+            return parse_json(content, unique_keys=opening == "{")
     return content
 
 

@@ -20,7 +20,6 @@ from rollover.environments.rater import Rater
 from rollover.environments.reward_value import RewardValue
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.errors import NoReward, RewardError
-from rollover.hf.tokenizer import Tokenizer
 from rollover.types import Score, Trajectory
 
 
@@ -55,7 +54,7 @@ class RewardScorer:
     Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], tokenizer: Tokenizer, folder: Path | None = None) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], tokenizer: Any, folder: Path | None = None) -> None:
         self._tokenizer = tokenizer
         specs = [replace(spec, folder=None if folder is None else str(folder)) for spec in specs]
         for spec in specs:

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollover.errors import ModelError, parse_json
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-class Tokenizer(Protocol):
-    """Covers the part of a Hugging Face tokenizer that Rollover uses.
-
-    Example: ``AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")`` is one; called with ``["1+8"]`` and
-    ``add_special_tokens=False``, it returns ``{"input_ids": [[16, 10, 23]], ...}``.
-    """
-
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> Any: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 def load_tokenizer(folder: Path) -> Any:

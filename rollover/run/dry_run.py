@@ -6,11 +6,13 @@ Importing this module needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import require
+from rollover.errors import printable, require
 from rollover.hf.pieces import pieces
 from rollover.privacy import Redactor
 from rollover.report.samples import blanked
@@ -40,7 +42,7 @@ def dry_run(config: RunConfig) -> list[str]:
         *(_model, check_devices, check_engine, _steps, _adapters, _biases, _variants, _sources, memory_lines),
     )
     redact = Redactor(resolved(config), prose=True).text
-    return [redact(line) for part in parts for line in part(config)]
+    return [printable(redact(line)) for part in parts for line in part(config)]
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -103,43 +105,54 @@ def _variants(config: RunConfig) -> Iterator[str]:
 def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import load_tokenizer
-    from rollover.tasks.episodes import encoder_of
-    from rollover.tasks.open import check_source, response_ends
+    from rollover.tasks.episodes import demonstrations
+    from rollover.tasks.open import check_source, held_out_texts, response_ends
+    from rollover.tasks.prompt_source import RowSource, examples
+    from rollover.trainer.scratch import build_tokenizer
 
-    tokenizer: Any = None  # of a model that has yet to be built
-    redact = Redactor(resolved(config), prose=True).text
-    if config.model.path is not None:
+    tokenizer: Any
+    tasks = replace(config.tasks, shuffle=False)
+    if config.model.path is None:  # nobody knows yet how many tokens a prompt has
+        tokenizer, tasks = build_tokenizer([]), replace(tasks, max_prompt_tokens=10**6)
+    else:
         folder = resolve_model(config.model.path, weights=False)
         tokenizer = load_tokenizer(folder)
-    for role in ("train", "eval"):
-        for source in getattr(config.tasks, role):
-            encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
-            facts = check_source(source, encoder)
-            size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
-            size += ", which a run downloads: its rows have not been checked" * facts.needs_download
-            reply = f"; {facts.reply}" if facts.reply else ""
-            scored_by = ", ".join(reward.kind for reward in source.all_rewards)
-            yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
-            for reward in source.all_rewards:
-                yield from (f"  {finding}" for finding in reward.findings())
-            if facts.left_out:
-                yield f"  warning: {facts.left_out}"
-            if facts.first is not None:
-                yield from _first_prompt(facts.first, facts.reference, tokenizer, redact)
-    for source in () if config.sft is None else config.warmup_sources:
-        encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
-        check_source(source, encoder, teaches=True)
-    if tokenizer is not None:
-        ends = response_ends(folder, tokenizer, config.tasks)
+    measured = partial(check_source, seed=tasks.eval_seed, num_prompts=config.eval.num_prompts)
+    evaluation = [(source, measured(source, tasks, tokenizer)) for source in tasks.eval]
+    held_out = held_out_texts(tasks, [found[0] for _, found in evaluation if found and isinstance(found[0], RowSource)])
+    trained = partial(check_source, seed=config.seed, held_out=held_out)
+    taught = () if config.sft is None else config.warmup_sources
+    lessons = demonstrations(replace(tasks, train=taught), tokenizer, end=tokenizer.eos_token_id)
+    roles = (("train", tasks.train), ("sft", tuple(source for source in taught if source not in tasks.train)))
+    found = [(role, source, trained(source, tasks, tokenizer)) for role, sources in roles for source in sources]
+    for role, source, checked in [*found, *(("eval", *each) for each in evaluation)]:
+        opened, first = checked or (None, None)
+        if opened and source in taught and role != "eval":
+            next(examples(opened, tokenizer, end=tokenizer.eos_token_id, lessons=lessons))
+        size = f", {opened.num_given} rows" if isinstance(opened, RowSource) else ""
+        size += ", which a run downloads: its rows have not been checked" * (checked is None)
+        reply = f"; {opened.reply}" if opened and opened.reply else ""
+        scored_by = ", ".join(reward.kind for reward in source.all_rewards)
+        yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
+        for reward in source.all_rewards:
+            yield from (f"  {finding}" for finding in reward.findings())
+        if opened and opened.left_out:
+            yield f"  warning: {opened.left_out}"
+        if opened and first:
+            yield from _first_prompt(config, first, opened.references(first), tokenizer)
+    if config.model.path is not None:
+        ends = response_ends(folder, tokenizer, tasks)
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 
 
-def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any, redact: Callable[[str], str]) -> Iterator[str]:
-    """Show a prompt with the boundaries of its tokens, and its reference answer."""
-    texts = blanked(pieces(tokenizer, prompt.token_ids), redact)
+def _first_prompt(config: RunConfig, prompt: Prompt, references: Sequence[str], tokenizer: Any) -> Iterator[str]:
+    """Show a prompt with the boundaries of its tokens, if they are known, and its reference answer."""
+    redact = Redactor(resolved(config), prose=True).text
+    is_known = config.model.path is not None
+    texts = blanked(pieces(tokenizer, prompt.token_ids), redact) if is_known else list(redact(prompt.text))
     if (left_out := len(texts) - _SHOWN_TOKENS) > 0:
         texts[-_SHOWN_END - left_out : -_SHOWN_END] = [f"... {left_out} more ..."]
-    shown = json.dumps("|".join(texts), ensure_ascii=False)[1:-1]
-    yield f"  first prompt, {len(prompt.token_ids)} tokens: {shown}"
-    if reference is not None:
-        yield f"  its reference answer: {json.dumps(redact(reference), ensure_ascii=False)[:200]}"
+    shown = json.dumps(("|" if is_known else "").join(texts), ensure_ascii=False)[1:-1]
+    yield f"  first prompt{f', {len(prompt.token_ids)} tokens' if is_known else ''}: {shown}"
+    if references:
+        yield f"  its reference answer: {json.dumps(redact(' or '.join(references)), ensure_ascii=False)[:200]}"

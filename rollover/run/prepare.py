@@ -7,7 +7,7 @@ that is killed in its warm-up repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rollover.tasks.open import eval_sources, held_out_texts, reply_end, train_s
 from rollover.tasks.prompt_source import Example, PromptSource, examples
 
 NUM_TOKENIZER_TEXTS = 2000
-"""Number of prompts, with their solutions, on which a tokenizer from scratch is trained."""
+"""Number of prompts, with their solutions if there is a warm-up, on which a tokenizer from scratch is trained."""
 
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
@@ -97,13 +97,13 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> None:
     assert config.model.scratch is not None
     shape = config.model.scratch
     progress.message("building a tokenizer and a model from scratch")
-    # The tokenizer is trained on what it will have to write, so the prompts are needed before there is one.
+    # The tokenizer is trained on what it will have to write: prompts, in bytes so far, and what a warm-up teaches.
     plain = replace(
         config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
     )
-    source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
-    prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
-    texts = [f"{p.text}\n{source.solution(p)}" for p in prompts]
+    source = train_source(plain, build_tokenizer([]), seed=_warmup_seed(config))
+    prompts = (source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS))
+    texts = (f"{p.text}\n{source.solution(p)}" if config.sft is not None else p.text for p in prompts)
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
     build_scratch_model(folder, tokenizer, shape, seed=config.seed)
 
@@ -157,21 +157,3 @@ class _Worked:
 def _warmup_seed(config: RunConfig) -> int:
     """Return a seed far from the run's own, so that warm-up and training draw different items of a generated task."""
     return config.seed + 2**20
-
-
-class _PlainText:
-    """Stands in for a tokenizer that does not exist yet: one id per character."""
-
-    chat_template: Any = None
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(c) for c in t] for t in text]}
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
-        raise AssertionError("plain text has no chat template")
-
-    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
-        raise AssertionError("plain text has no chat template")
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))

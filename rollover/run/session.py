@@ -176,6 +176,11 @@ async def _open_parts(
     check_model_context(config, folder)
     tokenizer = load_tokenizer(folder)
     stops = response_ends(folder, tokenizer, config.tasks)
+    evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+    held_out = held_out_texts(config.tasks, evaluation)
+    source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
+    for left_out in filter(None, [source.left_out, *(each.left_out for each in evaluation)]):
+        progress.message(left_out)
     trainer = open_trainer(config, run, folder, checkpoint, progress)
     stack.callback(trainer.close)
     engine = await open_engine_of(config, run, folder, progress.message)
@@ -184,11 +189,6 @@ async def _open_parts(
     capabilities = engine.engine.capabilities
     check_context(config, capabilities.max_context_tokens)
     check_capabilities(config, capabilities)
-    evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
-    held_out = held_out_texts(config.tasks, evaluation)
-    source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
-    for left_out in filter(None, [source.left_out, *(each.left_out for each in evaluation)]):
-        progress.message(left_out)
     scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer, run.path)
     stack.push_async_callback(scorer.close)
     environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)

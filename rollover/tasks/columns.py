@@ -26,7 +26,7 @@ from rollover.environments.columns import (
     split_conversation,
 )
 from rollover.errors import DataError
-from rollover.tasks.messages import Question, read_question
+from rollover.tasks.messages import Question, messages_of, read_json, read_question
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
 _SYSTEM = ("system", "system_prompt")
@@ -40,6 +40,10 @@ ANSWER_COLUMNS = (
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
 )
+
+
+class NoAnswer(DataError):
+    """A row without a reference answer that a response can match, which sources leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +87,15 @@ class ColumnMap:
         self._paths = (chosen,) if isinstance(chosen, str) else chosen
         for path in self._paths:
             if not is_there(first, path):
-                raise _lacking(first, path, "missing", key=self._prompt_key, where=where)
+                raise _lacking(first, path, key=self._prompt_key, where=where)
         self.parts = self._paths if len(self._paths) > 1 else ()
         """The paths of the texts that are joined to make the prompt."""
         self.prompt = None if self.parts else self._paths[0]
         """The path of the prompt; ``None`` if it has parts."""
-        self.replies = self.prompt is not None and ends_with_reply(parsed(self._prompt_of(first, where)))
+        value = None if self.prompt is None else parsed(self._prompt_of(first, where))
+        if isinstance(value, list):
+            messages_of(value, where)
+        self.replies = ends_with_reply(value)
         """True if the messages of the first row end with an assistant's turn."""
         self.answer = settings.answer
         """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. It is the
@@ -116,24 +123,16 @@ class ColumnMap:
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
         """Return the prompt of a row: text, or messages without the reply that they may end with. Raises ``DataError``
-        when its prompt, its answer or a column that the reward function asks for is missing."""
-        if self.answer is not None:
-            _require(row, self.answer, key=self._answer_key, where=where)
+        when its prompt or a column that the reward function asks for is missing."""
         for name in self._needed:
             if name not in row:  # null is a value that functions may know how to handle
-                raise _lacking(row, name, "missing", key=self._function_key, where=where)
+                raise _lacking(row, name, key=self._function_key, where=where)
         if self.prompt is None:
             return joined(row, self.parts, where)
-        content = parsed(self._prompt_of(row, where))
-        if not is_messages(content):
+        value = self._prompt_of(row, where)
+        if not is_messages(content := parsed(value)):
             return content
-        prompt, reply = split_conversation(content, where)
-        if reply is None and self.answer == self.prompt:
-            raise DataError(
-                f"{where}: the messages do not end with an assistant's turn, which is the reference answer of this"
-                f" source; fix the row or set {self._answer_key}"
-            )
-        return prompt
+        return split_conversation(read_json(value, where) if isinstance(value, str) else content, where).prompt
 
     def _prompt_of(self, row: Mapping[str, Any], where: str) -> Any:
         return _require(row, self._paths[0], key=self._prompt_key, where=where)
@@ -144,11 +143,19 @@ class ColumnMap:
 
     def reference(self, row: Mapping[str, Any], where: str) -> str | None:
         """Return the reference answer of a row, which is the reply if there is no other; ``None`` if the source has
-        none."""
+        none. Raises ``NoAnswer`` when the row has none."""
         if self.answer is None:
             return None
+        if not has_value(row, self.answer):
+            raise NoAnswer(str(_lacking(row, self.answer, key=self._answer_key, where=where)))
         value = parsed(read_column(row, self.answer))
-        return split_conversation(value, where).reply if is_messages(value) else str(value)
+        reply = split_conversation(value, where).reply if is_messages(value) else str(value)
+        if reply is None:
+            raise NoAnswer(
+                f"{where}: the messages do not end with an assistant's turn, which is the reference answer of this"
+                f" source; fix the row or set {self._answer_key}"
+            )
+        return reply
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the columns that travel, as they come back from the journal: those wanted, the answer, and a prompt of
@@ -184,10 +191,8 @@ def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, 
 
 def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:
     found = find_column(row, candidates, key=key, where=where)
+    found = found or next((name for name in candidates if is_there(row, name)), None)
     if found is None:
-        for name in candidates:
-            if is_there(row, name):
-                raise _lacking(row, name, "null", key=key, where=where)
         raise DataError(
             f"{where}: none of the columns {', '.join(candidates)} exists; "
             f"the columns are {', '.join(row) or 'none'}; set {key}"
@@ -197,11 +202,12 @@ def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, wher
 
 def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:
     if not has_value(row, path):
-        raise _lacking(row, path, "null" if is_there(row, path) else "missing", key=key, where=where)
+        raise _lacking(row, path, key=key, where=where)
     return read_column(row, path)
 
 
-def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: str) -> DataError:
+def _lacking(row: Mapping[str, Any], path: str, *, key: str, where: str) -> DataError:
+    state = "null" if is_there(row, path) else "missing"
     return DataError(
         f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; fix the row or change {key}"
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollover.environments.columns import has_value
-from rollover.errors import DataError
+from rollover.errors import DataError, parse_json
 
 TOOLS = "tools"
 ARGUMENTS = "chat_template_kwargs"
@@ -40,8 +40,15 @@ def read_question(row: Mapping[str, Any], content: Any, where: str) -> Question:
     """Read the question of a row whose prompt is ``content``.
 
     Raises:
-        DataError: the row holds media, or something that is neither text nor a message.
+        DataError: the row holds media, or a prompt that is neither text nor messages, or blank.
     """
+    if not isinstance(content, (str, list)):
+        raise DataError(
+            f"{where}: a prompt is text or a list of messages with role and content, "
+            f"got {type(content).__name__}: {str(content)[:60]!r}"
+        )
+    if isinstance(content, str) and not content.strip():
+        raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
     for name in MEDIA:
         if has_value(row, name) and row[name]:
             raise DataError(f"{where}: column {name!r} is not empty, and only text is trained; leave such rows out")
@@ -110,30 +117,31 @@ def _call(call: Any, where: str) -> Any:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
         return dict(call)
-    read = _json(arguments, f"{where}, arguments of a tool call")
+    read = read_json(arguments, f"{where}, arguments of a tool call")
     return dict(call) | {"function": dict(function) | {"arguments": read}} if "function" in call else {
         **call, "arguments": read
     }  # fmt: skip
 
 
 def _tools(tools: Any, where: str) -> tuple[Any, ...]:
-    read = _json(tools, f"{where}, column {TOOLS!r}") if isinstance(tools, str) else tools
+    read = read_json(tools, f"{where}, column {TOOLS!r}") if isinstance(tools, str) else tools
     if not isinstance(read, list) or not all(isinstance(tool, Mapping) for tool in read):
         raise DataError(f"{where}: column {TOOLS!r} is a list of tables that describe functions")
     return tuple(_without_nulls(tool) for tool in read)
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    read = _json(arguments, f"{where}, column {ARGUMENTS!r}") if isinstance(arguments, str) else arguments
+    read = read_json(arguments, f"{where}, column {ARGUMENTS!r}") if isinstance(arguments, str) else arguments
     if not isinstance(read, Mapping):
         raise DataError(f"{where}: column {ARGUMENTS!r} is a table of arguments, got {type(read).__name__}")
     return {key: value for key, value in read.items() if value is not None}
 
 
-def _json(text: str, where: str) -> Any:
+def read_json(text: str, where: str) -> Any:
+    """Read JSON in which no table has a key twice. Raises ``DataError`` for any other text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, unique_keys=True)
+    except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); fix the row") from None
 
 

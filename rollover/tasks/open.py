@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import reduce
 from math import gcd, lcm
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollover.environments.episodes import ClassConfig
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
-from rollover.hf.tokenizer import Tokenizer, stop_token_ids
-from rollover.tasks.columns import ColumnMap
+from rollover.hf.tokenizer import stop_token_ids
 from rollover.tasks.config import NO_SOURCE, TasksConfig
 from rollover.tasks.episodes import AnswerWriter, begin_episode, check_environment, encoder_of
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
-from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
@@ -69,7 +66,7 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     counts = [int(weight * scale) for weight in exact]
-    divisor = reduce(gcd, counts)
+    divisor = gcd(*counts)
     if sum(counts) // divisor <= _MAX_CYCLE:
         return tuple(count // divisor for count in counts)
     total = sum(exact)
@@ -77,54 +74,50 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def train_source(
-    config: TasksConfig, tokenizer: Tokenizer, *, seed: int, held_out: Collection[str] = frozenset()
+    config: TasksConfig, tokenizer: Any, *, seed: int, held_out: Collection[str] = frozenset()
 ) -> PromptSource:
     """Open the training mixture, without the prompts that ask what ``held_out`` contains. Raises ``DataError`` for
     anything wrong with a source."""
     if not config.train:
         raise DataError(NO_SOURCE)
-    sources: list[PromptSource] = []
-    for source in config.train:
-        encoder = encoder_of(source, config, tokenizer)
-        rows = source.open(gym_seed("train", source.name, seed))
-        if _fewest(rows.num_rows, source.limit) is None and config.curriculum is not None:
-            raise DataError(
-                f"tasks.curriculum needs rows that come again, and source {source.name!r} has none: set its limit"
-            )
-        sources.append(_opened(source, rows, encoder, held_out, seed=seed, shuffle=config.shuffle))
+    sources = [open_source(each, config, tokenizer, seed=seed, held_out=held_out) for each in config.train]
     if len(sources) == 1:
         return sources[0]
     return MixtureSource(sources, [source.weight for source in config.train])
 
 
-def _opened(
-    source: SourceSettings,
-    rows: DatasetRows,
-    encoder: PromptEncoder,
-    held_out: Collection[str] = (),
-    *,
-    seed: int = 0,
-    shuffle: bool = False,
-) -> RowSource | EndlessSource:
-    num_rows, name = _fewest(rows.num_rows, source.limit), source.name
-    if num_rows is None:
-        return EndlessSource(source, rows, encoder, name=name, held_out=held_out)
-    return RowSource(source, rows, encoder, name=name, held_out=held_out, num_rows=num_rows, seed=seed, shuffle=shuffle)
-
-
-def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
+def eval_sources(config: TasksConfig, tokenizer: Any, *, num_prompts: int) -> tuple[RowSource, ...]:
     """Open the evaluation sets: the first ``num_prompts`` rows (or ``limit``, or all, if fewer) of each source in file
     order, without the skipped ones. Call ``prompt(i)`` for i below ``num_rows``."""
-    sources = []
-    for source in config.eval:
-        encoder = encoder_of(source, config, tokenizer)
-        rows, name = source.open(gym_seed("eval", source.name, config.eval_seed)), f"eval/{source.name}"
-        num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
-        assert num_rows is not None
-        sources.append(
-            RowSource(source, rows, encoder, name=name, num_rows=num_rows, seed=config.eval_seed, shuffle=False)
+    opened = (open_source(s, config, tokenizer, seed=config.eval_seed, num_prompts=num_prompts) for s in config.eval)
+    return tuple(source for source in opened if isinstance(source, RowSource))
+
+
+def open_source(
+    source: SourceSettings,
+    config: TasksConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    held_out: Collection[str] = (),
+    num_prompts: int | None = None,
+) -> RowSource | EndlessSource:
+    """Open a source for training or, with the number of prompts, for evaluation. Raises ``DataError`` for anything
+    wrong with it."""
+    role, name = ("train", source.name) if num_prompts is None else ("eval", f"eval/{source.name}")
+    encoder = encoder_of(source, config, tokenizer)
+    rows = source.open(gym_seed(role, source.name, seed))
+    num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
+    if num_rows is not None:
+        shuffle = config.shuffle and num_prompts is None
+        return RowSource(
+            source, rows, encoder, name=name, held_out=held_out, num_rows=num_rows, seed=seed, shuffle=shuffle
         )
-    return tuple(sources)
+    if config.curriculum is not None:
+        raise DataError(
+            f"tasks.curriculum needs rows that come again, and source {source.name!r} has none: set its limit"
+        )
+    return EndlessSource(source, rows, encoder, name=name, held_out=held_out)
 
 
 def _fewest(*nums_rows: int | None) -> int | None:
@@ -151,68 +144,31 @@ def response_ends(folder: Path, tokenizer: Any, config: TasksConfig) -> tuple[in
     return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), reply_end(tokenizer, config)]))
 
 
-class SourceFacts(NamedTuple):
-    """Facts about a source that was opened and not yet read.
-
-    Example: ``SourceFacts(num_rows=7473)`` for the training split of gsm8k, and ``SourceFacts(num_rows=None)`` for
-    generated items without a limit.
-    """
-
-    num_rows: int | None
-    """Number of rows; ``None`` if endless, or unknown without a download."""
-    reply: str = ""
-    """The use of the turn that ends the messages, if it is an assistant's."""
-    first: Prompt | None = None
-    """The first prompt that a run takes, if there is a tokenizer."""
-    reference: str | None = None
-    """Its reference answer, if the source has one."""
-    needs_download: bool = False
-    left_out: str = ""
-    """The rows that a run leaves out, if the first one is among them."""
-
-
-def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *, teaches: bool = False) -> SourceFacts:
-    """Open the dataset and the reward of a source and write out its first prompt, and its solution if it ``teaches``,
-    as far as that needs no download and there is a tokenizer. If the first prompt is too long, all are read.
-
-    Raises:
-        DataError: as a run would.
-    """
-    if config.look_up():
-        return SourceFacts(None, needs_download=True)
-    rows = config.open(seed=0)
-    where = rows.where(0)
-    columns = ColumnMap(config.column_settings(), rows[0], where)
-    for spec in config.reward_specs(columns, config.name):
+def check_source(
+    source: SourceSettings,
+    config: TasksConfig,
+    tokenizer: Any,
+    *,
+    seed: int = 0,
+    held_out: Collection[str] = (),
+    num_prompts: int | None = None,
+) -> tuple[RowSource | EndlessSource, Prompt] | None:
+    """Open a source as ``open_source`` does, and its rewards and environment. Return it with the first prompt that a
+    run takes, or nothing if that needs a download. Raises ``DataError`` as a run would."""
+    if source.look_up():
+        return None
+    opened = open_source(source, config, tokenizer, seed=seed, held_out=held_out, num_prompts=num_prompts)
+    for spec in opened.reward_specs:
         spec.config.check(spec)
         spec.config.build(spec)
-    check_environment(config, encoder)
-    first, left_out = None, ""
-    if encoder is not None:
-        text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)
-        kept = columns.kept(rows[0], where)
-        first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
-        if not encoder.fits(token_ids, where):
-            source = _opened(config, rows, encoder)
-            first, left_out = source.prompt(0), source.left_out
-        if isinstance(config.environment, ClassConfig) and config.environment.writes_prompts:
-            live, token_ids = begin_episode(config.environment, AnswerWriter(encoder, config), first)
-            live.close()
-            first = replace(first, token_ids=token_ids)
-        if teaches:
-            config.solution(first, columns.prompt)
-    row = rows[0] if first is None else first.columns
-    reference = " or ".join(dict.fromkeys(config.references(columns, row, where))) or columns.reference(row, where)
-    num_rows = _fewest(rows.num_rows, config.limit)
-    return SourceFacts(num_rows, _use_of_reply(columns), first, reference, left_out=left_out)
-
-
-def _use_of_reply(columns: ColumnMap) -> str:
-    if not columns.replies:
-        return ""
-    if columns.answer == columns.prompt:
-        return "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
-    return "the assistant's last turn is what sft teaches, and not in the prompt"
+    encoder = encoder_of(source, config, tokenizer)
+    check_environment(source, encoder)
+    first = opened.prompt(0)
+    if isinstance(source.environment, ClassConfig) and source.environment.writes_prompts:
+        live, token_ids = begin_episode(source.environment, AnswerWriter(encoder, source), first)
+        live.close()
+        first = replace(first, token_ids=token_ids)
+    return opened, first
 
 
 def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:

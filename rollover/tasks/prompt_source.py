@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
-from rollover.tasks.columns import ColumnMap
+from rollover.tasks.columns import ColumnMap, NoAnswer
 from rollover.tasks.messages import Question, asked
 from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.rows import DatasetRows
@@ -29,6 +29,7 @@ from rollover.types import Prompt
 _SCAN_ROWS = 1000
 """Rows tokenised in one call while the admissible ones are counted."""
 _HELD_OUT = "an evaluation prompt"
+_NO_ANSWER = "without a reference answer that a response can match"
 _LANE_ROWS = 2**26
 _NUM_LANES = 16
 """An endless source looks for a substitute of a row that is too long in up to this many lanes of rows."""
@@ -83,8 +84,8 @@ class _DatasetSource:
         self._name = name
         self._held_out = held_out
         self._causes = Counter[str]()
+        self._first_fault = ""
         self._columns = ColumnMap(config.column_settings(), rows[0], rows.where(0))
-        config.references(self._columns, rows[0], rows.where(0))
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
@@ -93,6 +94,18 @@ class _DatasetSource:
     @property
     def left_out(self) -> str:
         return ""
+
+    @property
+    def reply(self) -> str:
+        """Return what becomes of the turn that ends the messages, in words; empty if it is not the assistant's."""
+        if not self._columns.replies:
+            return ""
+        also = "the reference answer and " * (self._columns.answer == self._columns.prompt)
+        return f"the assistant's last turn is {also}what sft teaches, and not in the prompt"
+
+    def references(self, prompt: Prompt) -> list[str]:
+        """Return the right answers to a prompt; none if there is no reference answer."""
+        return self._config.references(self._columns, prompt.columns, f"prompt {prompt.prompt_id}")
 
     def solution(self, prompt: Prompt) -> str:
         return self._config.solution(prompt, self._columns.prompt)
@@ -109,23 +122,33 @@ class _DatasetSource:
             columns=self._columns.kept(values, where),
         )
 
-    def _admits(self, question: Question, token_ids: Sequence[int], row: int) -> bool:
-        """Return whether a row is short enough and not held out, and count why not."""
-        is_held_out = bool(self._held_out) and asked(question) in self._held_out
-        if not is_held_out and self._encoder.fits(token_ids, self._rows.where(row)):
-            return True
-        self._causes[_HELD_OUT if is_held_out else f"longer than {self._encoder.max_tokens} tokens"] += 1
-        return False
+    def _admits(self, values: Mapping[str, Any], question: Question, token_ids: Sequence[int], where: str) -> bool:
+        """Return whether a row is short enough, not held out and has an answer, and count why not."""
+        cause = ""
+        if self._held_out and asked(question) in self._held_out:
+            cause = _HELD_OUT
+        elif not self._encoder.fits(token_ids, where):
+            cause = f"longer than {self._encoder.max_tokens} tokens"
+        else:
+            try:
+                self._config.references(self._columns, values, where)
+            except NoAnswer as error:
+                cause, self._first_fault = _NO_ANSWER, self._first_fault or f"; {error}"
+        self._causes.update([cause] if cause else [])
+        return not cause
 
     def _nothing_left(self, what: str) -> DataError:
         """Return the error that says why nothing is left of a source, and what to do."""
-        mends = ["raise tasks.max_prompt_tokens or ask for smaller items"] * bool(self._causes.keys() - {_HELD_OUT})
+        is_long = bool(self._causes.keys() - {_HELD_OUT, _NO_ANSWER})
+        mends = ["raise tasks.max_prompt_tokens or ask for smaller items"] * is_long
         mends += ["set tasks.keep_eval_out = false"] * (_HELD_OUT in self._causes)
-        return DataError(f"source {self._config.name!r}: {what} is {self._reason()}; {', or '.join(mends)}")
+        told = [f"source {self._config.name!r}: {what} is {self._reason()}", *[", or ".join(mends)] * bool(mends)]
+        return DataError("; ".join(told))
 
     def _reason(self) -> str:
         causes = self._causes.items()
-        return " or ".join(f"{cause} ({times})" if len(causes) > 1 else cause for cause, times in causes)
+        told = " or ".join(f"{cause} ({times})" if len(causes) > 1 else cause for cause, times in causes)
+        return told + self._first_fault
 
 
 class RowSource(_DatasetSource):
@@ -146,7 +169,8 @@ class RowSource(_DatasetSource):
         super().__init__(config, rows, encoder, name=name, held_out=held_out)
         self._seed = seed
         self._shuffle = shuffle
-        self._num_rows = num_rows
+        self.num_given = num_rows
+        """Number of rows with those that are left out."""
         self._admissible = self._scan(num_rows)
         # Around a boundary, prompts of two epochs are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._order_of)
@@ -158,7 +182,7 @@ class RowSource(_DatasetSource):
 
     @property
     def left_out(self) -> str:
-        what = f"leaves out {self._causes.total()} of {self._num_rows} rows, each {self._reason()}"
+        what = f"leaves out {self._causes.total()} of {self.num_given} rows, each {self._reason()}"
         return f"source {self._name!r} {what}" if self._causes else ""
 
     def prompt(self, index: int) -> Prompt:
@@ -177,18 +201,15 @@ class RowSource(_DatasetSource):
         return shuffled
 
     def _scan(self, num_rows: int) -> array[int]:
-        """Read every row once and list the rows that are short enough and not held out. Finds rows without the
-        needed columns on the way."""
+        """Read every row once and list those that can be used. Finds rows without the needed columns on the way."""
         admissible = array("q")
         for start in range(0, num_rows, _SCAN_ROWS):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
             places = [(self._rows[r], self._rows.where(r)) for r in chunk]
             questions = [(self._columns.question(values, where), where) for values, where in places]
-            for values, where in places:
-                self._config.references(self._columns, values, where)
             encoded = self._encoder.encode_many(questions)
-            for row, (question, _), found in zip(chunk, questions, encoded, strict=True):
-                if self._admits(question, found.token_ids, row):
+            for row, (values, where), (question, _), found in zip(chunk, places, questions, encoded, strict=True):
+                if self._admits(values, question, found.token_ids, where):
                     admissible.append(row)
         if not admissible:
             raise self._nothing_left(f"each of its {num_rows} prompts")
@@ -202,9 +223,10 @@ class EndlessSource(_DatasetSource):
     def prompt(self, index: int) -> Prompt:
         assert 0 <= index < _LANE_ROWS
         self._causes.clear()
+        self._first_fault = ""
         for row in range(index, index + _NUM_LANES * _LANE_ROWS, _LANE_ROWS):
             question, prompt = self._read(row, epoch=0)
-            if self._admits(question, prompt.token_ids, row):
+            if self._admits(prompt.columns, question, prompt.token_ids, self._rows.where(row)):
                 return prompt
         raise self._nothing_left(f"each of {_NUM_LANES} items in a row")
 

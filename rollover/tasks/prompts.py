@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 from rollover.errors import DataError
 from rollover.hf.markers import Markers
-from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question
-from rollover.tasks.template import ChatTemplate, Span, Written
+from rollover.tasks.template import ChatTemplate, Span, Written, is_text
 
 _OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Markers that an assistant writes itself, and that therefore stay markers in its turns."""
@@ -54,13 +53,13 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         config: TasksConfig,
         arguments: Mapping[str, Any] | None = None,
         tools: tuple[Any, ...] = (),
     ) -> None:
-        source = _read_template(config.chat_template_file)
-        has_template = bool(source or tokenizer.chat_template)
+        file = config.chat_template_file
+        has_template = bool(file or tokenizer.chat_template)
         if not has_template and config.chat_template == "on":
             raise DataError("tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'")
         for key in ("system_prompt", "chat_template_date"):
@@ -74,7 +73,7 @@ class PromptEncoder:
         if has_template and config.chat_template != "off":
             day = config.chat_template_date
             day_seen = None if day is None else datetime.date.fromisoformat(day)
-            self._template = ChatTemplate(tokenizer, source=source, day=day_seen)
+            self._template = ChatTemplate(tokenizer, file=Path(file) if file else None, day=day_seen)
             self._markers = Markers(tokenizer)
         self._check_arguments(self._arguments, "tasks.chat_template_kwargs")
 
@@ -160,27 +159,17 @@ class PromptEncoder:
     def _plain(self, question: Question, where: str) -> str:
         if question.tools or question.arguments:
             raise DataError(f"{where}: tools and template arguments need a chat template; leave them out")
-        if isinstance(question.content, str):
-            if not question.content.strip():
-                raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
-            return question.content + self._config.prompt_suffix
         if isinstance(question.content, list):
             raise DataError(
                 f"{where}: the prompt is a list of messages, which needs a chat template; use a "
                 "tokenizer that has one and chat_template = 'auto' or 'on', or a column of plain text"
             )
-        raise _not_a_prompt(question.content, where)
+        return str(question.content) + self._config.prompt_suffix
 
     def _write(self, question: Question, where: str) -> Written:
         assert self._template is not None
-        if isinstance(question.content, str):
-            if not question.content.strip():
-                raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
-            messages: list[dict[str, Any]] = [{"role": "user", "content": question.content}]
-        elif isinstance(question.content, list):
-            messages = [dict(message) for message in question.content]
-        else:
-            raise _not_a_prompt(question.content, where)
+        content = question.content
+        messages = [*map(dict, content)] if isinstance(content, list) else [{"role": "user", "content": content}]
         if self._config.prompt_suffix:
             if messages[-1]["role"] != "user":
                 raise DataError(f"{where}: tasks.prompt_suffix needs a last message of plain text by the user")
@@ -189,7 +178,8 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         self._check_arguments(question.arguments, f"{where}, chat_template_kwargs")
         tools = (*self._tools, *question.tools)
-        if self._markers.find(json.dumps([tools, [m.get("tool_calls") for m in messages]], default=str)):
+        structure = [{k: v for k, v in m.items() if k != "role" and not is_text(m, k)} for m in messages]
+        if self._markers.find(json.dumps([tools, structure], default=str)):
             raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
         try:
             written = self._template.write(messages, tools=tools, arguments={**self._arguments, **question.arguments})
@@ -267,19 +257,3 @@ def _with_one_bos(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
     """Leave out the BOS that a tokenizer puts before a text that begins with one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"tasks.chat_template_file: {path} cannot be read ({error}); correct the path") from None
-
-
-def _not_a_prompt(content: Any, where: str) -> DataError:
-    return DataError(
-        f"{where}: a prompt is text or a list of messages with role and content, "
-        f"got {type(content).__name__}: {str(content)[:60]!r}"
-    )

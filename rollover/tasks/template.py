@@ -11,11 +11,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from rollover.errors import DataError
 
@@ -33,6 +36,7 @@ class Span(NamedTuple):
     start: int
     end: int
     role: str
+    """Role of its message; of a text that is not its content, the key."""
 
 
 class Written(NamedTuple):
@@ -50,31 +54,47 @@ class _Outline:
     """Holds what a template writes around the texts of one kind of conversation."""
 
     order: tuple[int, ...]
-    """The messages whose texts follow the pieces, by number."""
+    """The texts that follow the pieces, by number."""
     pieces: tuple[str, ...]
     """One more than there are texts."""
+
+
+class _Text(NamedTuple):
+    """A text of a message."""
+
+    role: str
+    key: str
+    text: str
 
 
 class ChatTemplate:
     """Writes conversations out with the chat template of a tokenizer.
 
     Args:
-        source: the template, in place of the tokenizer's own.
+        file: a template in place of the tokenizer's own.
         day: the date that the template sees.
 
-    Raises ``DataError`` when the template reads the clock and no day is given.
+    Raises ``DataError`` when the template cannot be read or compiled, or reads the clock and no day is given.
 
     Example: ``ChatTemplate(tokenizer).write([{"role": "user", "content": "1+1"}]).text`` is
     ``"<user>1+1\\n<assistant>"``, say.
     """
 
-    def __init__(self, tokenizer: Any, *, source: str | None = None, day: datetime.date | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, file: Path | None = None, day: datetime.date | None = None) -> None:
         self._tokenizer = tokenizer
-        self._source = source
+        self._source = None if file is None else _read(file)
         self._day = day
         self._outline = lru_cache(maxsize=256)(self._outline_of)
         for with_tools in (False, True):
-            self._text(with_tools)
+            text = self._text(with_tools)
+            try:
+                self._apply([{"role": "user", "content": "Q"}], text)
+            except TemplateSyntaxError as error:
+                own = Path(tokenizer.name_or_path) / "chat_template.jinja"
+                place = file or (own if own.is_file() else f"{own.with_name('tokenizer_config.json')}, chat_template")
+                raise DataError(f"{place}, line {error.lineno}: {error.message}; correct the template") from None
+            except Exception:  # of a template that refuses these messages
+                pass
 
     def write(
         self, messages: Messages, *, tools: Sequence[Any] = (), arguments: Mapping[str, Any] | None = None
@@ -86,7 +106,7 @@ class ChatTemplate:
         """
         outline = self._outline(_kind_of(messages, tools, arguments or {}))
         text = self._render(messages, tools, arguments or {})
-        spans = _spans(text, messages, outline)
+        spans = _spans(text, _texts(messages), outline)
         if spans is None:
             raise DataError("the chat template takes the text of a message for structure, or rewrites it")
         return Written(text, spans)
@@ -99,13 +119,14 @@ class ChatTemplate:
 
     def names(self, argument: str) -> bool:
         """Return whether the template's code has a name; its texts and strings do not count."""
-        from jinja2 import Environment
-
         lex = Environment().lex
         return any(token[1:] == ("name", argument) for tools in (False, True) for token in lex(self._text(tools)))
 
     def _text(self, with_tools: bool) -> str:
-        text = self._source or self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        try:
+            text = self._source or self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        except ValueError as error:  # several templates, and none of them is called default
+            raise DataError(f"no chat template can be chosen ({error}); set tasks.chat_template_file") from None
         if "strftime_now" not in text:
             return str(text)
         if (day := self._day) is None:
@@ -124,11 +145,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+            return self._apply(
+                messages,
+                self._text(bool(tools)),
                 tools=list(tools) or None,
-                chat_template=self._text(bool(tools)),
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **arguments,
             )
@@ -136,16 +156,15 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates raise jinja's errors, and their own on roles they refuse
             raise DataError(f"the chat template rejects these messages: {error}") from error
-        return str(text)
+
+    def _apply(self, messages: Messages, template: str, **arguments: Any) -> str:
+        plain = [dict(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **arguments))
 
     def _outline_of(self, kind: str) -> _Outline:
-        roles, tools, arguments = json.loads(kind)
-        messages = [
-            rest | {"role": role, "content": _word(number) if has_text else ""}
-            for number, (role, has_text, rest) in enumerate(roles)
-        ]
+        messages, tools, arguments = json.loads(kind)
         sample = self._render(messages, tools, arguments)
-        words = {_word(number): number for number, (_, has_text, _) in enumerate(roles) if has_text}
+        words = {text.text: place for place, text in enumerate(_texts(messages))}
         order, pieces = [], [""]
         for part in re.split(f"({_word(r'[0-9]+')})", sample):
             if part in words:
@@ -153,14 +172,39 @@ class ChatTemplate:
                 pieces.append("")
             else:
                 pieces[-1] += part
-        times = Counter(order)
-        for number in words.values():
-            if times[number] != 1:
-                what = "repeats" if times[number] else "drops"
-                raise DataError(f"the chat template {what} the text of a message with role {roles[number][0]!r}")
+        for number, message in enumerate(messages):
+            if is_text(message, "content") and (times := order.count(words[message["content"]])) != 1:
+                what = "repeats" if times else "drops"
+                raise DataError(f"the chat template {what} the text of a message with role {message['role']!r}")
+            if dropped := [key for key in message if self._drops(key, number, messages, sample, tools, arguments)]:
+                raise DataError(
+                    f"the chat template drops {', '.join(map(repr, dropped))} of message {number + 1}, whose role is"
+                    f" {message['role']!r}: move it into the content, or delete it"
+                )
         if tools:
             self._check_tools(sample, messages, tools, arguments)
         return _Outline(tuple(order), tuple(pieces))
+
+    def _drops(
+        self, key: str, number: int, messages: Messages, sample: str, tools: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> bool:
+        """Return whether a key of a message, beside its content and calls, is not in a sample. Many templates leave out
+        old thoughts, so that one which would write the key in a last turn of the assistant does not drop it."""
+        message = messages[number]
+        if key in ("content", "tool_calls"):
+            return False
+        if is_text(message, key):
+            if message[key] in sample or message["role"] != "assistant":
+                return message[key] not in sample
+            last = [{"role": "user", "content": "Q"}, message]
+            return message[key] not in self._render(last, (), arguments, add_generation_prompt=False)
+        if not (message[key] and isinstance(message[key], (list, dict))):
+            return False
+        without = [*messages[:number], {k: v for k, v in message.items() if k != key}, *messages[number + 1 :]]
+        try:
+            return self._render(without, tools, arguments) == sample
+        except DataError:  # it needs the key
+            return False
 
     def _check_tools(self, sample: str, messages: Messages, tools: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in tools]
@@ -171,41 +215,62 @@ class ChatTemplate:
             )
 
 
+def is_text(message: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key of a message holds a text that a template has to write, which identifiers and the name of a
+    tool beside its result are not."""
+    value, role = message[key], message["role"]
+    is_name = key in ("role", "id") or key.endswith("_id") or (role, key) == ("tool", "name")
+    return isinstance(value, str) and bool(value.strip()) and not is_name
+
+
+def _texts(messages: Messages) -> list[_Text]:
+    return [_Text(m["role"], key, m[key]) for m in messages for key in m if is_text(m, key)]
+
+
 def _kind_of(messages: Messages, tools: Sequence[Any], arguments: Mapping[str, Any]) -> str:
-    """Describe a conversation without its texts."""
-    roles = [
-        (m["role"], bool(m["content"].strip()), {k: v for k, v in m.items() if k not in ("role", "content")})
-        for m in messages
-    ]
-    return json.dumps([roles, list(tools), dict(arguments)])
+    """Describe a conversation by a sample of it, with a word in place of each text."""
+    words = map(_word, count())
+    sample = [{key: next(words) if is_text(m, key) else value for key, value in m.items()} for m in messages]
+    return json.dumps([sample, list(tools), dict(arguments)], default=str)
 
 
 def _word(number: int | str) -> str:
     return f"Qt{number}sZ"
 
 
-def _spans(text: str, messages: Messages, outline: _Outline) -> tuple[Span, ...] | None:
+def _spans(text: str, texts: Sequence[_Text], outline: _Outline) -> tuple[Span, ...] | None:
     """Return where the texts of messages are in ``text`` if it consists of them and the pieces of an outline."""
     if not text.startswith(outline.pieces[0]):
         return None
     at, spans = len(outline.pieces[0]), []
-    for number, piece in zip(outline.order, outline.pieces[1:], strict=True):
-        for form in _forms(messages[number]):
+    for place, piece in zip(outline.order, outline.pieces[1:], strict=True):
+        role, key, _ = texts[place]
+        for form in _forms(texts[place]):
             if text.startswith(form + piece, at):
                 break
         else:
             return None
-        spans.append(Span(at, at + len(form), messages[number]["role"]))
+        spans.append(Span(at, at + len(form), role if key == "content" else key))
         at += len(form) + len(piece)
     return tuple(spans) if at == len(text) else None
 
 
-def _forms(message: Mapping[str, Any]) -> list[str]:
-    """Return the forms in which a template may write the text of a message without changing it."""
-    content = message["content"]
-    forms = [content, content.strip(), content.rstrip(), content.lstrip()]
-    if message["role"] == "assistant" and _THOUGHT_END in content:
-        answer = content.rpartition(_THOUGHT_END)[2]
+def _forms(text: _Text) -> list[str]:
+    """Return the forms in which a template may write a text without changing it."""
+    whole = text.text
+    forms = [whole, whole.strip(), whole.rstrip(), whole.lstrip(), whole.strip("\n")]
+    if text.role == "assistant" and text.key == "content" and _THOUGHT_END in whole:
+        answer = whole.rpartition(_THOUGHT_END)[2]
         forms += [answer, answer.lstrip("\n"), answer.strip()]
-    forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
+    forms += [json.dumps(whole)[1:-1], json.dumps(whole, ensure_ascii=False)[1:-1]]
     return list(dict.fromkeys(forms))
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"tasks.chat_template_file: {file} cannot be read ({error}); correct the path") from None
+    if not text.strip():
+        raise DataError(f"tasks.chat_template_file: {file} is blank; correct the path")
+    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,66 @@ def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixtur
     rows: list[dict[str, Any]] = []
     asyncio.run(serve())
     assert [row["reward/component/judge"] for row in rows] == [0.5, 0.5]
+
+
+EVAL = '[[tasks.eval]]\nkind = "jsonl"\nname = "held"\npath = "held.jsonl"\nreward = { kind = "exact" }\n'
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert cli.main([*argv, "run.toml", *SIZES]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_dry_run_reads_the_rows_that_a_run_reads_and_says_which_it_leaves_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollover.run.session.open_trainer", None)  # rows are read before weights are
+    write("rows.jsonl", lambda i: {"question": f"What is {i}?", "answer": "" if i == 7 else f"{i}"})
+    Path("held.jsonl").write_text('{"question": "What is 9?", "answer": "9"}\n{"question": "And?", "answer": "$"}\n')
+    text = config("rows.jsonl", 'reward = { kind = "exact" }')
+    Path("run.toml").write_text(text + EVAL.replace("exact", "math_verify"))
+    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
+    train, held = capsys.readouterr().out.partition("# train source mine: ")[2].split("# eval source held: ")
+    assert "source 'mine' leaves out 2 of 39 rows, each without a reference answer that a response can ma" in train
+    assert "(1) or an evaluation prompt (1); rows.jsonl, line 7: the reference answer '' is blank" in train
+    assert held.startswith("jsonl, 2 rows, scored by math_verify") and 'its reference answer: "9"' in held
+    assert "leaves out 1 of 2 rows" in held and "line 2: the reference answer '$' is not mathematics" in held
+    Path("held.jsonl").write_text('{"question": "What is 9?", "answer": "9"}\n{"question": " ", "answer": "1"}\n')
+    messages = [refused(capsys, "train", *dry) for dry in (["--dry-run"], [])]
+    assert messages[0] == messages[1] and "held.jsonl, line 2: the prompt is blank" in messages[0]
+    shutil.copy("rows.jsonl", "held.jsonl")
+    messages = [refused(capsys, "train", *dry) for dry in (["--dry-run"], [])]
+    assert messages[0] == messages[1] and "is an evaluation prompt" in messages[0]
+
+
+SCRATCH = """
+tasks.max_prompt_tokens = 64
+[model.scratch]
+hidden_size = 16
+num_layers = 1
+num_heads = 1
+num_kv_heads = 1
+intermediate_size = 16
+max_position = 128
+"""
+
+
+def test_a_model_from_scratch_needs_no_answers_unless_it_is_warmed_up(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("rows.jsonl", lambda i: {"question": f"What is {i}?"})
+    text = config("rows.jsonl", 'reward = { kind = "function", function = "brief:brief" }')
+    text = text.replace('model.path = "model"\n', SCRATCH)
+    Path("run.toml").write_text(text)
+    for dry in (["--dry-run"], []):
+        said = refused(capsys, "train", *dry, "--sft.num_steps", "1")
+        assert "no column to learn from; set answer_column of source 'mine'" in said
+    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
+    assert "#   first prompt: What is 1?" in capsys.readouterr().out
+    assert cli.main(["train", "run.toml", *SIZES]) == 0
+    assert len(runs.rows(Path("out"), "step")) == 2
+    shutil.rmtree("out")
+    write("rows.jsonl", lambda i: {"messages": [{"role": "user", "content": f"What is {i}?"}]})
+    for dry in (["--dry-run"], []):
+        assert "list of messages, which needs a chat template" in refused(capsys, "train", *dry)

@@ -27,6 +27,7 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 
 TRUTH = {"style": "rule", "ground_truth": "2"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "call_1", "content": "7"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 SHAPES = (
@@ -57,6 +58,40 @@ SHAPES = (
     Shape("chat without an answer", {"messages": [user("1 + 1")]}, refused="none of the columns answer"),
     Shape("chat as JSON text", {"messages": '[{"role": "user", "content": "1"}]', "answer": "2"}, "1", "2"),
     Shape("chat with a history", {"messages": [user("1"), assistant("2"), user("3"), assistant("4")]}, "1 2 3", "4"),
+    Shape(
+        "chat as OpenAI exports it",
+        {"messages": [user("1 + 1"), assistant("2", refusal=None, annotations=[], tool_calls=None, weight=1, id="m1")]},
+        "1 + 1",
+        "2",
+    ),
+    Shape(
+        "an old thought, which Qwen3 leaves out",
+        {"messages": [user("1"), assistant("2", reasoning_content="3"), user("4")], "answer": "5"},
+        "1 2 4",
+        "5",
+    ),
+    Shape(
+        "a thought before a call",
+        {"messages": [user("1"), assistant("", reasoning_content="3", tool_calls=[CALL]), RESULT], "answer": "5"},
+        "1 3 add 7",
+        "5",
+    ),
+    Shape("a speaker's name", {"prompt": [user("1") | {"name": "Ann"}], "answer": "2"}, refused="drops 'name' of mess"),
+    Shape(
+        "WildChat",
+        {"prompt": [user("1") | {"language": "English", "toxic": False, "header": {"a": "b"}}], "answer": "2"},
+        refused="drops 'language', 'header' of message 1, whose role is 'user': move",
+    ),
+    Shape(
+        "a call of OpenAI's old form",
+        {"prompt": [user("1"), assistant("2", function_call={"name": "add"}), user("3")], "answer": "2"},
+        refused="drops 'function_call' of message 2",
+    ),
+    Shape(
+        "a key twice in JSON text",
+        {"messages": '[{"role": "user", "content": "1", "content": "2"}]', "answer": "3"},
+        refused="the key 'content' is there twice",
+    ),
     Shape("chat in parts", {"prompt": [user([{"type": "text", "text": "1"}])], "answer": "2"}, "1", "2"),
     Shape(
         "parts with the nulls of parquet",
@@ -75,6 +110,12 @@ SHAPES = (
         refused='a part is {"type": "image"}; leave',
     ),
     Shape("ShareGPT", {"messages": [{"from": "human", "value": "1"}], "answer": "2"}, refused="'role' and 'content'"),
+    Shape(
+        "ShareGPT, chosen",
+        {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]},
+        refused="the keys are 'from' and 'value'; rename them",
+        prompt="conversations",
+    ),
     Shape("conversations", {"conversations": [user("1")], "answer": "2"}, refused="set prompt_column"),
     Shape("conversations, chosen", {"conversations": [user("1")], "answer": "2"}, "1", "2", prompt="conversations"),
     Shape("a nested prompt", {"data": {"ask": "1"}, "answer": "2"}, "1", "2", prompt="data.ask"),

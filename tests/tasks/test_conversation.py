@@ -112,7 +112,6 @@ def test_evaluation_prompts_do_not_show_the_reply_either(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": ASKED}, "line 2: the messages do not end with an assistant's turn, which is the reference"),
         ({"messages": [REPLY]}, "line 2: the messages hold only an assistant's turn, so there is no prompt"),
         ({"messages": [*ASKED, {**REPLY, "content": None}]}, "line 2: the messages end with an assistant's turn that"),
         ({"messages": [*ASKED, {**REPLY, "content": [{"type": "image"}]}]}, "that has no text to learn from"),
@@ -128,6 +127,24 @@ def test_a_row_whose_reply_cannot_be_used_is_named_with_its_line(
         assert message in str(caught.value) and "a.jsonl" in str(caught.value)
 
 
+def test_messages_without_the_reply_that_others_end_with_are_left_out(tmp_path: Path) -> None:
+    source = opened(config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY]}, {"messages": ASKED}))
+    assert "leaves out 1 of 2 rows" in source.left_out
+    assert "a.jsonl, line 2: the messages do not end with an assistant's turn, which is the refer" in source.left_out
+
+
+@pytest.mark.parametrize(
+    "more", [{"reasoning_content": "1 and 1"}, {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}]
+)
+def test_a_reply_of_which_a_part_would_not_be_taught_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    harmless = {"refusal": None, "annotations": [], "weight": 1, "id": "chatcmpl-1"}
+    assert taught(config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY | harmless]}))
+    with pytest.raises(
+        DataError, match=rf"prompt chat/0@0: sft would not teach '{min(more)}' of the last message: move"
+    ):
+        taught(config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY | more]}))
+
+
 def test_rows_of_system_and_user_alone_still_need_an_answer_column(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none of the columns answer, label.* exists; .* set answer_column"):
         opened(config(tmp_path / "a.jsonl", {"messages": ASKED}))
@@ -141,5 +158,5 @@ def test_what_becomes_of_the_reply_is_known_before_a_run(tmp_path: Path) -> None
         ({"messages": ASKED, "answer": "2"}, ""),
     )
     for written, reply in told:
-        facts = check_source(config(tmp_path / "a.jsonl", written))
-        assert (facts.num_rows, facts.reply) == (1, reply)
+        source, _ = check_source(config(tmp_path / "a.jsonl", written), TasksConfig(), char_tokenizer(CHAT))
+        assert source is not None and source.reply == reply

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rollover.errors import DataError
@@ -109,3 +111,36 @@ def test_a_prompt_that_cannot_be_written_out_is_told(
             read_question({}, content, "f.jsonl, line 3"), where="f.jsonl, line 3"
         )
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", ", line 2: unexpected '}'"),
+        ("{% for m in messages %}\n\n{{ m.content | shout }}{% endfor %}", ", line 3: No filter named 'shout'"),
+        ("{% if True %}", ", line 1: Unexpected end of template"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_named_with_its_line(tmp_path: Path, template: str, reason: str) -> None:
+    (file := tmp_path / "chat_template.jinja").write_text(template)
+    own = char_tokenizer(template)
+    own.name_or_path = str(tmp_path)
+    for tokenizer, config in ((own, TasksConfig()), (char_tokenizer(), TasksConfig(chat_template_file=str(file)))):
+        with pytest.raises(DataError) as caught:
+            PromptEncoder(tokenizer, config)
+        assert str(caught.value).startswith(f"{file}{reason}")
+    file.unlink()
+    with pytest.raises(DataError) as caught:
+        PromptEncoder(own, TasksConfig())
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}, chat_template{reason}")
+
+
+def test_a_template_file_is_never_passed_over_and_its_mark_of_order_is_no_text(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.jinja").write_text("\n")
+    config = TasksConfig(chat_template_file=str(file))
+    with pytest.raises(DataError, match=r"tasks.chat_template_file: .*mine.jinja is blank; correct the path"):
+        PromptEncoder(char_tokenizer(CHAT), config)
+    file.write_text(CHAT, encoding="utf-8-sig")
+    assert PromptEncoder(char_tokenizer(), config).encode(Question("hi"), where="x").text == "<user>hi\n<assistant>"
+    with pytest.raises(DataError, match=r"no chat template can be chosen .*; set tasks.chat_template_file"):
+        PromptEncoder(char_tokenizer({"a": CHAT}), TasksConfig())  # type: ignore[arg-type]

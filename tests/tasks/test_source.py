@@ -20,7 +20,6 @@ from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.open import check_source, eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource
-from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.sources import HubConfig, JsonlConfig, ParquetConfig, ReasoningGymConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
 
@@ -141,13 +140,13 @@ def test_the_limit_on_length_counts_every_token_the_model_sees(tmp_path: Path) -
 
 def test_a_check_shows_the_first_prompt_that_a_run_takes(tmp_path: Path) -> None:
     rows = [{"question": "x" * 40, "answer": "1"}, *sums(2), {"question": "y" * 40, "answer": "1"}]
-    file, config = jsonl(tmp_path / "a.jsonl", *rows), TasksConfig(max_prompt_tokens=20)
-    facts = check_source(file, PromptEncoder(char_tokenizer(), config))
-    assert facts.first is not None and (facts.first.text, facts.reference) == ("0+1", "1")
-    assert facts.left_out == "source 'file' leaves out 2 of 4 rows, each longer than 20 tokens"
+    file, config = jsonl(tmp_path / "a.jsonl", *rows), TasksConfig(max_prompt_tokens=20, shuffle=False)
+    source, first = check_source(file, config, char_tokenizer())
+    assert source is not None and first is not None and (first.text, source.references(first)) == ("0+1", ["1"])
+    assert source.left_out == "source 'file' leaves out 2 of 4 rows, each longer than 20 tokens"
     for refusing in (TasksConfig(max_prompt_tokens=3), TasksConfig(max_prompt_tokens=20, long_prompts="error")):
         messages = []
-        for use in (lambda c: check_source(file, PromptEncoder(char_tokenizer(), c)), lambda c: opened_by(c, file)):
+        for use in (lambda c: check_source(file, c, char_tokenizer()), lambda c: opened_by(c, file)):
             with pytest.raises(DataError) as caught:
                 use(refusing)
             messages.append(str(caught.value))
@@ -208,7 +207,7 @@ def test_messages_and_nested_answers_are_found(tmp_path: Path) -> None:
 
 def test_a_table_may_be_given_as_json_text(tmp_path: Path) -> None:
     row = {"question": "q", "reward_model": '{"ground_truth": "34"}'}
-    assert check_source(jsonl(tmp_path / "a.jsonl", row)).reference == "34"
+    assert references(jsonl(tmp_path / "a.jsonl", row)) == ["34"]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +270,12 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
         ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is half a character"),
         (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),
+        (
+            [*sums(1), '{"question": "1", "answer": "2", "answer": "3"}'],
+            {},
+            "a.jsonl, line 2: not valid JSON (the key 'answer' is there twice); fix",
+        ),
+        (['{"question": "1", "answer": "2", "more": [{"a": 1, "a": 1}]}'], {}, "line 1: not valid JSON (the key 'a'"),
         ([*sums(1), "", "[1]"], {}, "a.jsonl, line 3: expected a JSON object, got list"),
         (
             [{"text": "1+1", "answer": "2"}],
@@ -293,12 +298,6 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             {},
             "columns 'answer' and 'label' are both candidates; set answer_column of source 'file' to one",
         ),
-        (
-            [*sums(2), {"question": "1+1"}],
-            {},
-            "line 3: column 'answer' is missing; the columns are question; fix the row or change answer_",
-        ),
-        ([*sums(1), '{"question": "1+1", "answer": NaN}'], {}, "line 2: column 'answer' is null"),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
         (
             [{"question": None, "answer": "3"}],
@@ -306,6 +305,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             "line 1: column 'question' is null; the columns are question, answer; fix the row or change prompt_column",
         ),
         ([{"question": "1", "answer": None}], {}, "line 1: column 'answer' is null; the columns are question, answer;"),
+        (['{"question": "1+1", "answer": NaN}'], {}, "line 1: column 'answer' is null"),
         (
             [{"question": "1", "reward_model": {"ground_truth": None}}],
             {},
@@ -337,6 +337,8 @@ def test_a_broken_file_is_told_with_its_line_and_mend(
 
 
 MATH, HASHES = MathVerifyConfig(), ExactConfig(workers=0, reference_extract="hashes")
+LAST = ExactConfig(workers=0, extract="hashes")
+WORKED = "1+1\n#### 2"
 
 
 @pytest.mark.parametrize(
@@ -346,29 +348,40 @@ MATH, HASHES = MathVerifyConfig(), ExactConfig(workers=0, reference_extract="has
         (EXACT, [1.5, None], "the reference answer null is neither"),
         (MATH, True, "the reference answer true is neither"),
         (EXACT, [], "the reference answer [] is neither"),
+        (MATH, None, "column 'answer' is null; the columns are question, answer; fix the row or change answer_column"),
         (MATH, " ", "the reference answer ' ' is blank"),
         (HASHES, "no hashes", "the reference answer 'no hashes' has no '####'"),
+        (LAST, WORKED, "no answer that reward.extract = 'hashes' finds equals the reference '1+1 #### 2'; set reward."),
+        (EXACT, "2</answer>", "no answer that reward.extract = 'tag' finds equals the reference '2</answer>'"),
+        (MATH, "$", "the reference answer '$' is not mathematics; use reward kind 'exact'"),
+        *((MATH, text, "is not mathematics") for text in (r"\$", r"\text{ }", r"\boxed{5", "answer: $$")),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_told_with_its_line(
+def test_a_row_without_an_answer_that_can_be_right_is_left_out_and_told(
     tmp_path: Path, reward: Any, answer: Any, message: str
 ) -> None:
-    right, wrong = {"question": "1+1", "answer": "1+1\n#### 2"}, {"question": "1+1", "answer": answer}
-    first = jsonl(tmp_path / "a.jsonl", wrong, right, reward=reward)
-    later = jsonl(tmp_path / "b.jsonl", right, wrong, reward=reward)
-    for use, source, place in ((opened, first, "a.jsonl, line 1"), (opened, later, "b.jsonl, line 2")):
-        with pytest.raises(DataError) as caught:
-            use(source)
-        assert f"{place}: {message}" in str(caught.value)
+    right = {"question": "2+2", "answer": "4" if reward == LAST else "#### 4"}
+    wrong = {"question": "1+1", "answer": answer}
+    for lines, place in (((wrong, right, wrong), 1), ((right, wrong, right), 2)):
+        source = opened(jsonl(tmp_path / "a.jsonl", *lines, reward=reward))
+        assert {source.prompt(i).text for i in range(9)} == {"2+2"}
+        left_out = f"leaves out {lines.count(wrong)} of 3 rows, each without a reference answer that a response can mat"
+        assert left_out in source.left_out and message in source.left_out
+        assert f"a.jsonl, line {place}: " in source.left_out
     with pytest.raises(DataError) as caught:
-        check_source(first)
-    assert f"a.jsonl, line 1: {message}" in str(caught.value)
+        opened(jsonl(tmp_path / "a.jsonl", wrong, reward=reward))
+    assert message in str(caught.value) and "each of its 1 prompts is without a ref" in str(caught.value)
+
+
+def references(source: JsonlConfig) -> list[str]:
+    found, first = check_source(source, TasksConfig(), char_tokenizer())
+    assert found is not None and first is not None
+    return found.references(first)
 
 
 def test_a_check_reads_the_reference_as_the_reward_will(tmp_path: Path) -> None:
-    for reward, answer, shown in ((HASHES, "24 * 3 = 72\n#### 72", "72"), (EXACT, ["a", 1.5], "a or 1.5")):
-        row = {"question": "q", "answer": answer}
-        assert check_source(jsonl(tmp_path / "a.jsonl", row, reward=reward)).reference == shown
+    for reward, answer, shown in ((HASHES, "24 * 3 = 72\n#### 72", ["72"]), (EXACT, ["a", 1.5], ["a", "1.5"])):
+        assert references(jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": answer}, reward=reward)) == shown
 
 
 def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:
@@ -419,13 +432,14 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
-    for use in (opened, check_source):
+    for use in (opened, lambda source: check_source(source, TasksConfig(), char_tokenizer())):
         with pytest.raises(DataError) as caught:
             use(HubConfig(name="file", path="owner/set", reward=EXACT))
         message = "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check"
         assert message in str(caught.value)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, subset: None)
-    assert check_source(HubConfig(name="file", path="owner/set", reward=EXACT)).needs_download
+    hub = HubConfig(name="file", path="owner/set", reward=EXACT)
+    assert check_source(hub, TasksConfig(), char_tokenizer()) is None
 
 
 def test_a_character_written_in_two_halves_is_text(tmp_path: Path) -> None:

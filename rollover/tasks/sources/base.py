@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollover.environments.columns import read_column, read_conversation
+from rollover.environments.columns import parsed, read_column, read_conversation
 from rollover.environments.episodes import EnvironmentConfig
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError, RewardError
 from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
-from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
+from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, NoAnswer, find_column
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.rows import DatasetRows
+from rollover.tasks.template import is_text
 from rollover.types import Prompt
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -110,11 +111,14 @@ class SourceSettings(ABC):
         )
 
     def references(self, columns: ColumnMap, row: Mapping[str, Any], where: str) -> list[str]:
-        """Return the right answers of a row, as its rewards read them. Raises ``DataError`` if one cannot be right."""
+        """Return the right answers of a row, as its rewards read them, or the reference answer that they do not read.
+        Raises ``NoAnswer`` when there is none that a response can match."""
+        answer = columns.reference(row, where)
         try:
-            return [t for s in self.reward_specs(columns, self.name) for t in s.config.references(s, row)]
+            found = [t for s in self.reward_specs(columns, self.name) for t in s.config.references(s, row)]
         except RewardError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise NoAnswer(f"{where}: {error}") from None
+        return list(dict.fromkeys(found)) or ([] if answer is None else [answer])
 
     def _verifier(self) -> Mapping[str, Any]:
         return {}
@@ -166,7 +170,16 @@ class DatasetSettings(SourceSettings):
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
         """Return the assistant's turn that ends the messages if there is one, and the answer column otherwise."""
         found = read_conversation(prompt.columns, prompt_column)
-        return (found and found.reply) or self._answer(prompt)
+        if prompt_column is None or found is None or not found.reply:
+            return self._answer(prompt)
+        last = parsed(read_column(prompt.columns, prompt_column))[-1]
+        for key in last:
+            if key != "content" and (is_text(last, key) or (last[key] and isinstance(last[key], (list, Mapping)))):
+                raise DataError(
+                    f"prompt {prompt.prompt_id}: sft would not teach {key!r} of the last message: move it into the"
+                    " content, or delete it"
+                )
+        return found.reply
 
     def _answer(self, prompt: Prompt) -> str:
         where = f"prompt {prompt.prompt_id}"

@@ -70,7 +70,7 @@ class JsonlRows:
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            value = parse_json(line)
+            value = parse_json(line, unique_keys=True)
         except ValueError as error:
             if kind := _OTHER.get(line[:2]):
                 raise DataError(f"{self._path} is {kind}, not JSON lines in UTF-8; convert it") from None

@@ -83,7 +83,7 @@ source = train_source(wanted, char_tokenizer(), seed=0)
 prompts = [source.prompt(i) for i in range(6)]
 print(sorted({p.prompt_id for p in prompts}))
 print(sorted({(p.text, p.columns["answer"], source.solution(p)) for p in prompts}))
-print(check_source(wanted.train[0], wanted, char_tokenizer()).source.num_given)
+print(check_source(wanted.train[0], wanted, char_tokenizer())[0].num_given)
 run = resolved(restore({"model": {"path": "m"}, "tasks": resolved(wanted)}, "config.json"))
 assert restore(run, "config.json").tasks == wanted
 recorded = same_datasets(wanted, None)

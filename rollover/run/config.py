@@ -96,7 +96,7 @@ class RunConfig:
         "tasks.train": "data dataset dataset_name prompt_data train_files",
         "trainer.learning_rate": "lr",
     }
-    """What TRL, verl and slime call some of these keys, for messages about unknown ones."""
+    """Names that TRL, verl and slime have for some of these keys, for messages about unknown ones."""
 
     @property
     def weighing_algorithm(self) -> Algorithm:

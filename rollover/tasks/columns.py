@@ -224,5 +224,5 @@ def _as_json(value: Any, name: str, where: str) -> Any:
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{where}: column {name!r} cannot travel with the prompt ({error}); "
-            "name the columns you need in keep_columns"
+            "convert it to text, or name the columns you need in keep_columns"
         ) from None

@@ -113,10 +113,11 @@ def _call(call: Any, where: str) -> Any:
     """Return a tool call whose arguments are a table."""
     if not isinstance(call, Mapping):
         raise DataError(f"{where}: tool_calls is a list of tables, got {type(call).__name__} in it")
+    call = _without_nulls(call)
     function = call.get("function", call)
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
-        return dict(call)
+        return call
     read = read_json(arguments, f"{where}, arguments of a tool call")
     return dict(call) | {"function": dict(function) | {"arguments": read}} if "function" in call else {
         **call, "arguments": read

@@ -134,11 +134,13 @@ def test_rows_of_the_hub_train(case: str, folder: Path, capsys: pytest.CaptureFi
 
 def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = "sk-aB3dE6gH9jK2mN5pQ8sT"
-    write("rows.jsonl", lambda i: {"question": f"{key}, password: zzz, sorted(x, key=len)", "answer": "api_key=zzz"})
+    write(
+        "rows.jsonl", lambda i: {"question": f"{key}, password: zzz, sorted(x, key=len)\u202e", "answer": "api_key=zzz"}
+    )
     Path("run.toml").write_text(config("rows.jsonl", 'reward = { kind = "exact" }'))
     assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
     shown = capsys.readouterr().out.replace("|", "")
-    assert "[hidden], password: [hidden], sorted(x, key=len)" in shown and '"api_key=[hidden]"' in shown
+    assert "[hidden], password: [hidden], sorted(x, key=len)\\u202e" in shown and '"api_key=[hidden]"' in shown
     assert key not in shown and "zzz" not in shown
 
 

@@ -53,6 +53,16 @@ def test_many_prompts_are_encoded_like_one_by_one() -> None:
     assert encoder.encode_many(contents) == [encoder.encode(c, where=w) for c, w in contents]
 
 
+def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
+    def calls(**call: object) -> object:
+        turns = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": call}]}]
+        return read_question({}, turns, "x").content[1]["tool_calls"]
+
+    assert calls(name="add", arguments={"x": 1, "y": None}) == [{"function": {"name": "add", "arguments": {"x": 1}}}]
+    said = calls(name="add", arguments='{"x": null}')
+    assert said == [{"function": {"name": "add", "arguments": {"x": None}}}]
+
+
 @pytest.mark.parametrize(
     ("template", "config", "content", "message"),
     [

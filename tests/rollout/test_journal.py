@@ -261,6 +261,7 @@ def test_a_journal_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     journal = Journal(Path(":memory:"))
     journal.append(some_events(3))
+    journal.sync()
     assert journal.last_seq == 3 and list(tmp_path.iterdir()) == []
     journal.close()
 

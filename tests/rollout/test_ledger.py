@@ -422,45 +422,9 @@ def test_check_finds_what_does_not_add_up(harm: Any) -> None:
         ledger.check()
 
 
-def test_siblings_go_on_without_a_failed_sample() -> None:
-    ledger = Ledger([opened(0, size=2), started(A), started(B), ended(A, 3, None), failed(A)])
-    assert 0 in ledger.open and B in ledger.running
-    ledger.apply(ended(B, 2, STOP))
-    ledger.apply(scored(B))
-    ledger.apply(consumed(0, 0))
-    assert [s.sample_id for s in ledger.groups[0].samples if s.state is SampleState.SCORED] == [B]
-    assert ledger.tokens.trained == 2 and ledger.tokens.wasted == {WasteCause.FAILED: 3}
-    assert ledger.tokens.live == 0
-
-
-def test_a_sample_stopped_before_its_first_token_waits_again() -> None:
-    ledger = Ledger([opened(0), started(A), ended(A, 0, ABORT)])
-    assert A in ledger.waiting and A not in ledger.parked
-
-
 def test_the_start_version_is_that_of_the_first_sample_sent() -> None:
     ledger = Ledger([opened(0, size=2), published(3), started(A, 3), published(4), started(B, 4)])
     assert ledger.groups[0].start_version == 3
-
-
-def test_a_restart_takes_back_what_was_trained_since_the_checkpoint() -> None:
-    second = SampleId(1, 0)
-    history: list[Event] = [
-        *READY,
-        consumed(0, 0),
-        published(1),
-        opened(1),
-        started(second, 1),
-        ended(second, 5, STOP, version=1),
-        scored(second),
-        consumed(1, 1),
-    ]
-    ledger = Ledger([*history, restarted(1)])
-    assert ledger.next_step == 1 and ledger.policy_version == 1 and [*ledger.replay] == [1]
-    assert ledger.tokens.trained == 3 and ledger.tokens.live == 5
-    ledger.check()
-    ledger.apply(consumed(1, 1))
-    assert ledger.tokens.trained == 8 and ledger.tokens.live == 0 and not ledger.replay
 
 
 def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
@@ -472,38 +436,6 @@ def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
     assert ledger.sample(A).trajectory == before and before.segments == (segment,)
     kept = ledger.sample(A).segments[0]
     assert sys.getsizeof(kept.token_ids) + sys.getsizeof(kept.rollout_logprobs) < 8 * 1000 + 300
-
-
-def test_tokens_without_a_gradient_are_wasted_once_the_step_is_done() -> None:
-    history: list[Event] = [*READY, consumed(0, 0)]
-    ledger = Ledger(history)
-    assert (ledger.tokens.trained, ledger.tokens.wasted) == (3, {})
-    ledger.apply(trained(0, masked_stale=2))
-    assert (ledger.tokens.trained, ledger.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2})
-    ledger.check()
-
-
-def test_a_batch_that_is_trained_again_after_a_restart_counts_once() -> None:
-    first: list[Event] = [*READY, consumed(0, 0), trained(0, masked_stale=2)]
-    ledger = Ledger([*first, restarted(0)])
-    assert (ledger.tokens.trained, +ledger.tokens.wasted, ledger.tokens.live) == (0, {}, 3)
-    for event in (consumed(0, 0), trained(0, masked_stale=2)):
-        ledger.apply(event)
-        ledger.check()
-    assert (ledger.tokens.trained, +ledger.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2})
-    beyond = Ledger([*first, restarted(1)])
-    assert (beyond.tokens.trained, +beyond.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2}), (
-        "it is in the checkpoint"
-    )
-
-
-def test_a_batch_to_be_skipped_stays_so_until_a_checkpoint_has_it_behind() -> None:
-    ledger = Ledger([*READY, consumed(0, 0), restarted(0), skipped(0), consumed(0, 0), restarted(0)])
-    assert ledger.skipped == {0}
-    for event in (consumed(0, 0), trained(0, skipped_batch=3), CheckpointSaved(time_s=0.0, step=1)):
-        ledger.apply(event)
-    assert not ledger.skipped and not ledger.untrained
-    assert (ledger.tokens.trained, +ledger.tokens.wasted) == (0, {WasteCause.SKIPPED: 3})
 
 
 def test_returned_prompts_keep_their_order_and_do_not_move_the_cursor() -> None:

@@ -16,6 +16,7 @@ from rollover.types import SampleId
 from tests import runs
 from tests.power import Disk
 from tests.rollout.kit import make_rig
+from tests.rollout.test_placement import Asked
 from tests.virtual_time import run
 
 
@@ -43,47 +44,15 @@ def test_what_was_synced_survives_a_power_cut_and_what_was_not_may_be_lost(tmp_p
     journal.close()
 
 
-def test_a_journal_in_memory_has_nothing_to_sync() -> None:
-    journal = Journal(Path(":memory:"))
-    journal.append([started(0)])
-    journal.sync()
-    assert journal.last_seq == 1
-    journal.close()
-
-
-class Everywhere:
+class Everywhere(Asked):
     """Promises a place to everybody, and looks at the disk whenever a member may forget tokens."""
 
     def __init__(self, look: Callable[[list[tuple[str, int]]], None]) -> None:
+        super().__init__()
         self._look = look
-
-    def room(self) -> int:
-        return 64
-
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
-        return True
-
-    def reserve(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-    ) -> int | None:
-        return least_version
-
-    def on_change(self, listener: Callable[[], None]) -> None: ...
-
-    def on_distrust(self, listener: Callable[[str], None]) -> None: ...
 
     def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
         self._look(list(tokens))
-
-    def run_ended(self) -> None: ...
 
 
 def test_members_forget_tokens_only_when_a_power_cut_cannot_take_them(tmp_path: Path, disk: Disk) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +25,6 @@ from tests.rollout.kit import Prompts, play, strategy_of
 
 def prompt(row: int, epoch: int = 0, source: str = "sums") -> Prompt:
     return Prompt(prompt_id=f"{source}/{row}@{epoch}", token_ids=(1,), text="", source=source)
-
-
-def test_without_history_nothing_is_known() -> None:
-    assert RewardHistory().baseline(prompt(0)) == Baseline(0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("reward", [100.1, -9e14, 1e-30, 0.1])
@@ -85,15 +80,6 @@ def test_a_row_that_was_seen_before_counts_for_more_than_its_source() -> None:
     assert 0 < fresh.mean < 0.1
     assert seen.mean == pytest.approx(0.46, abs=0.03)  # 4 of 5 rewards are 1, and weigh as much as the source's mean
     assert history.baseline(prompt(7, source="other")) == Baseline(0.0, 0.0, 0.0)
-
-
-def test_old_rewards_fade() -> None:
-    history = RewardHistory()
-    for i in range(600):
-        history.add(prompt(i), 0.0)
-    for i in range(256):
-        history.add(prompt(1000 + i), 1.0)
-    assert history.baseline(prompt(-1)).mean == pytest.approx(1 - math.exp(-1), abs=0.05)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -207,18 +193,3 @@ def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:
     assert {len(ids) for ids in whole} == {4}
     assert any(len({steps[i] for i in ids}) > 1 for ids in whole), "no sibling ever waited less than another"
     assert rig.source.drawn[:8] == [0] * 4 + [1] * 4
-
-
-@pytest.mark.parametrize("target", [0.4, 1.0, 2.0])
-def test_rollover_reaches_the_lag_it_is_told(target: float) -> None:
-    from rollover.sim.run import simulate
-    from rollover.workload.law import Generator
-    from rollover.workload.source import PRESETS
-    from tests.sim.kit import one_replica, strategy_of
-
-    law = PRESETS["light-8k"]
-    config: dict[str, Any] = {"rollout_batch_size": 8, "group_size": 4, "max_new_tokens": law.cap_tokens}
-    strategy = strategy_of("rollover", unit="sample", lag_target=target, max_staleness=30, **config)
-    simulation = simulate(strategy, Generator(law, 3), one_replica(b0=32.0), steps=120)
-    assert simulation.after(40).lag.batch == pytest.approx(target, rel=0.1)
-    assert not simulation.tokens.wasted

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollover.batch import WasteCause
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import BatchConsumed, Event, GroupDropped
+from rollover.rollout.events import BatchConsumed, Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import SampleId
@@ -216,50 +216,13 @@ def test_the_threshold_is_a_quota_between_two_updates() -> None:
     assert strategy.groups_to_open(state.view) == 4  # (1 + 0.5) 4, less 2 carried over
 
 
-def test_losing_prompts_wait_until_they_fill_a_long_round() -> None:
-    strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
-
-    def finish(state: RolloutState, step: int, winners: tuple[int, ...], loser: int | None) -> None:
-        for i in winners:
-            state.apply(started(SampleId(i, 0), step))
-            state.apply(ended(SampleId(i, 0), 1, STOP, version=step))
-            state.apply(scored(SampleId(i, 0)))
-        if loser is not None:
-            cause = WasteCause.DISCARDED_ON_ABORT
-            state.apply(GroupDropped(time_s=0.0, group_id=loser, cause=cause, prompt_returned=True))
-        state.apply(consumed(step, *winners))
-        state.apply(published(step + 1))
-
-    state = RolloutState([opened(i) for i in range(3)])
-    finish(state, 0, (0, 2), 1)
-    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (3, False)
-    for i in range(3):
-        state.apply(opened(3 + i))
-    finish(state, 1, (3, 4), 5)
-    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (2, True)
-    for i, row in enumerate((1, 5)):
-        state.apply(opened(6 + i, row=row, cursor=6))
-    assert strategy.groups_to_open(state.view) == 0
-    finish(state, 2, (6, 7), None)
-    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (3, False)
-
-
 def test_surplus_groups_are_kept_unless_asked_for() -> None:
     """Four groups become ready in the same tick, a batch takes two."""
-    rig, _ = play(2, "april", length=lambda request: 5)
-    assert not waste(rig)
     rig, batches = play(2, "april", length=lambda request: 5, drop_surplus=True)
     assert [[g.group_id for g in b.groups] for b in batches.values()] == [[0, 1], [4, 5]]
     assert waste(rig) == {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}  # in each of two rounds two groups of two samples
     rows = [g.prompt.columns["row"] for b in batches.values() for g in b.groups]
     assert rows == [0, 1, 4, 5]  # their prompts are lost too
-
-
-def test_a_token_budget_parks_what_is_longer() -> None:
-    rig, batches = play(4, "token_budget", length=lambda request: 7, tokens_per_round=3, max_new_tokens=20)
-    lengths = {tuple(len(s.token_ids) for s in t.segments) for b in batches.values() for t in b.trajectories}
-    assert lengths == {(3, 3, 1)}
-    assert not waste(rig)
 
 
 def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:

@@ -12,43 +12,14 @@ from typing import Any
 import pytest
 
 from rollover.batch import WasteCause
-from rollover.errors import DataError, NoReward, RewardError, RunError
+from rollover.errors import NoReward, RewardError, RunError
 from rollover.rollout.config import Limits
-from rollover.rollout.events import GroupDropped, SampleFailed, SampleScored
+from rollover.rollout.events import SampleScored
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
 from rollover.types import SampleId, Score, Trajectory
 from tests.rollout.kit import LockstepEngine, ParityScorer, content, make_rig, play, run, with_stop
-from tests.rollout.test_driver import FIRST, SelectiveScorer
-
-
-async def does_not_apply() -> float:
-    raise NoReward("f returned None")
-
-
-def test_a_sample_without_a_reward_leaves_the_baseline_to_the_others() -> None:
-    rig, batches = play(2, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply), group_size=3)
-    [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
-    assert (failure.sample_id, failure.cause, failure.reason) == (FIRST, WasteCause.NO_REWARD, "f returned None")
-    group = next(g for b in batches.values() for g in b.groups if g.group_id == 0)
-    assert [t.sample_id.index for t in group.trajectories] == [1, 2]
-    assert (rig.ledger.tokens.wasted[WasteCause.NO_REWARD] > 0, rig.ledger.num_failed) == (True, 0)
-
-
-def test_a_lone_survivor_is_not_trained_and_counts_for_its_cause() -> None:
-    rig, batches = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply))
-    assert [g.group_id for g in batches[0].groups] == [1, 2]
-    [drop] = [e for e in rig.events if isinstance(e, GroupDropped)]
-    assert (drop.group_id, drop.cause) == (0, WasteCause.NO_REWARD)
-
-
-def test_a_reward_that_never_applies_ends_the_run() -> None:
-    async def work() -> None:
-        rig = make_rig("april", scorer=SelectiveScorer(lambda i: True, does_not_apply))
-        with pytest.raises(DataError, match=r"the last 8 samples have no reward, the last one with: f returned None"):
-            await with_stop(rig, rig.train(20))
-
-    run(work())
+from tests.rollout.test_driver import FIRST, SelectiveScorer, does_not_apply
 
 
 @pytest.mark.parametrize("others", ["without", "filtered"])

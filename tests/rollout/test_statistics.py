@@ -77,16 +77,6 @@ def test_a_batch_that_is_handed_out_again_is_measured_once() -> None:
     assert numbers_of(state.statistics) == before
 
 
-def test_a_single_sample_keeps_the_baseline_of_the_moment_it_was_opened() -> None:
-    state = RolloutState([opened(0), *decoded(0, (3, 0), reward=1.0), opened(1, row=0, cursor=2)])
-    known = Baseline(mean=1.0, std=0.0, num_siblings=1.0)
-    assert state.statistics.baselines == {0: Baseline(0.0, 0.0, 0.0), 1: known}
-    for event in decoded(1, (3, 0), reward=0.0):
-        state.apply(event)
-    assert state.statistics.baselines[1] == known
-    assert [g.baseline for g in state.view.groups((0, 1))] == [Baseline(0.0, 0.0, 0.0), known]
-
-
 def test_groups_with_siblings_have_no_baseline() -> None:
     state = RolloutState([opened(0, size=2), *decoded(0, (3, 0)), *decoded(0, (3, 0), index=1), opened(1)])
     assert state.statistics.baselines == {1: Baseline(0.0, 0.0, 0.0)}  # nor do their rewards make one for others

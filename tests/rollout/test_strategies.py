@@ -27,7 +27,7 @@ from tests.rollout.kit import (
     play,
     strategy_of,
 )
-from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
+from tests.rollout.test_ledger import ABORT, STOP, ended, opened, scored, started
 
 N, G = 2, 2
 
@@ -140,29 +140,6 @@ def test_batches_are_taken_in_order_of_opening() -> None:
     assert strategy.select_batch(state.view) == (0, 1)
 
 
-def test_a_group_on_its_deadline_is_waited_for() -> None:
-    strategy = strategy_of("april", rollout_batch_size=N, group_size=G, max_staleness=1, over_sampling_batch_size=4)
-    state = RolloutState([opened(i, size=G) for i in range(4)])
-    for i in (1, 2):
-        for event in ready(i):
-            state.apply(event)
-    state.apply(started(SampleId(0, 0)))
-    assert strategy.select_batch(state.view) == (1, 2)
-    state.apply(consumed(0, 1, 2))
-    state.apply(published(1))
-    for i in (4, 5):
-        state.apply(opened(i, size=G))
-        for event in ready(i, 1):
-            state.apply(event)
-    assert strategy.select_batch(state.view) is None
-    state.apply(ended(SampleId(0, 0), 3, STOP))
-    state.apply(scored(SampleId(0, 0)))
-    for event in (started(SampleId(0, 1), 1), ended(SampleId(0, 1), 1, STOP, version=1)):
-        state.apply(event)
-    state.apply(scored(SampleId(0, 1)))
-    assert strategy.select_batch(state.view) == (0, 4)
-
-
 # -- laws over the driver -----------------------------------------------------------------------------------
 
 
@@ -239,12 +216,6 @@ def test_mean_head_lag_of_april_is_its_over_sampling_ratio_less_one(over_samplin
     assert statistics.fmean(heads(batches, warm_up)) == pytest.approx(over_sampling / n - 1, abs=0.1)
 
 
-def test_sync_is_never_stale() -> None:
-    rig, batches = play(6, "sync", train_s=2.0, scorer=ParityScorer(3.0))
-    assert set(heads(batches, 0)) == {0}
-    assert rig.ledger.tokens.live == 0 and not waste(rig) and rig.ledger.num_unconsumed == 0
-
-
 @pytest.mark.parametrize("name", ["april", "concurrency", "bounded_async", "inflight"])
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_a_tight_bound_holds_and_is_reached(name: str, max_staleness: int) -> None:
@@ -288,11 +259,6 @@ def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
     assert opened_rows[:8] == [0, 1, 2, 3, 0, 2, 4, 5]
     assert waste(rig) == {WasteCause.DISCARDED_ON_ABORT: 2 * 2 * 4}  # two groups, stopped at 4 tokens a sample
     assert rig.ledger.tokens.live == 2 * 2 * 4  # the surplus of the second round
-
-
-def test_april_does_not_refill_within_a_round() -> None:
-    rig, _ = play(1, "april", over_sampling_batch_size=3)
-    assert sum(isinstance(e, GroupOpened) for e in rig.events) == 3
 
 
 @pytest.mark.parametrize("name", ["concurrency", "bounded_async"])

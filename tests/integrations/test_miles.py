@@ -156,25 +156,6 @@ class Process:
         return samples
 
 
-def test_rollouts_and_a_restart_with_mileses_records(tmp_path: Path, servers: Farm) -> None:
-    args = flags(tmp_path, servers)
-    process = Process(args)
-    steps = []
-    for rollout_id in range(4):
-        servers.update_weights()
-        steps.append(process.generate(rollout_id))
-        assert min(s.oldest_weight_version for s in steps[-1]) >= rollout_id + 1 - 4
-        if rollout_id == 1:
-            process.source.save(1)
-    assert any(len(set(s.weight_versions)) > 1 for step in steps for s in step)
-    end(process)
-    again = Process(args, start=2)
-    servers.restart_count()
-    servers.update_weights()
-    assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
-    journaled(tmp_path).ledger.check()
-
-
 def end(process: Process) -> None:
     plugin._runs.pop(process.source).close()
 
@@ -218,6 +199,7 @@ def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path,
     process = Process(args)
     servers.update_weights()
     steps = [process.generate(0), process.generate(1)]
+    assert any(sample.metadata["rollover"]["resumes"] for sample in steps[1])
     servers.update_weights()
     draws, drawn = process.source.get_samples, threading.Event()
 
@@ -291,22 +273,6 @@ def test_its_own_filter_of_groups_without_signal_is_known(tmp_path: Path, path: 
     assert zero_signal_filter(args, MILES)
     with pytest.raises(ConfigError, match=r"except for slime\.rollout.*\(it is 'miles\."):
         slime_settings(args)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dynamic_sampling_filter_path": SLIME.filters[0]}, "except for miles.rollout.filter_hub"),
-        ({"rollover": "inflight", "over_sampling_batch_size": 3}, "miles changes weights only while its servers"),
-        ({"rollover": {"engine": {"kv_on_update": "keep"}}}, "has no effect on the servers of miles"),
-        ({"rollover": {"engine": {"urls": ["http://a"]}}}, "has no effect on the servers of miles"),
-        ({"rollover": {"rollout": {"unit": "sample"}}}, "miles sets it to 'group'"),
-    ],
-)
-def test_messages_speak_of_miles(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        slime_settings(arguments(tmp_path, 1, **changes), MILES)
-    assert message in str(refusal.value)
 
 
 def test_no_message_names_slime_where_the_trainer_may_be_miles() -> None:

@@ -105,10 +105,9 @@ class Router(ScriptedServer):
     def __init__(self, urls: Sequence[str] = ()) -> None:
         super().__init__()
         self.urls = list(urls)
-        self.kind = "regular"
 
     async def _get_workers(self, query: dict[str, str], body: Any) -> Answer:
-        return Answer(body={"workers": [{"url": url, "worker_type": self.kind} for url in self.urls]})
+        return Answer(body={"workers": [{"url": url, "worker_type": "regular"} for url in self.urls]})
 
 
 class Farm:

@@ -26,24 +26,20 @@ def test_nothing_there_begins_with_rollout_0(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "step", "restore", "position"),
+    [
+        pytest.param(9, 10, 9, 55, id="its newest"),
+        pytest.param(4, 5, 4, 30, id="an older one"),
+        pytest.param(14, 15, 9, 55, id="slime was killed between its model and its data source"),
+    ],
+)
+def test_a_run_goes_on_behind_its_checkpoint(
+    tmp_path: Path, saved: int, step: int, restore: int, position: int
+) -> None:
     place = written(tmp_path / "ckpt")
-    start = beginning(place, place, 9)
-    assert (start.step, start.restore, start.position) == (10, 9, 55)
-    assert start.progress == RUN
-
-
-def test_an_older_checkpoint_takes_the_place_of_its_own_time(tmp_path: Path) -> None:
-    place = written(tmp_path / "ckpt")
-    start = beginning(place, place, 4)
-    assert (start.step, start.restore, start.position) == (5, 4, 30)
-
-
-def test_a_checkpoint_that_we_were_not_told_of_takes_the_place_before_it(tmp_path: Path) -> None:
-    """slime was killed between its model and its data source."""
-    place = written(tmp_path / "ckpt")
-    start = beginning(place, place, 14)
-    assert (start.step, start.restore, start.position) == (15, 9, 55)
+    start = beginning(place, place, saved)
+    assert (start.step, start.restore, start.position, start.progress) == (step, restore, position, RUN)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:

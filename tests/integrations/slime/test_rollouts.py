@@ -133,7 +133,9 @@ def test_caches_and_drafts_of_the_servers_reach_the_hosts_metrics(
 def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Farm) -> None:
     loop = run_of(tmp_path, servers)
     loop.steps(range(5))
-    loop.manager.eval(4)
+    before = servers.decoded_tokens
+    output = loop.manager.eval(4)
+    assert output.data["held out"]["rewards"] == [0.5] and servers.decoded_tokens == before, "evaluation stays slime's"
     loop.step(5)
     rows = read_metrics(tmp_path / "ckpt/rollover")
     assert [row.step for row in rows] == [0, 1, 2, 3, 4], "a step ends when the next one begins"
@@ -166,12 +168,6 @@ def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path, server
     assert untrained == sum(mask.count(0) for step in trained[:-1] for mask in step.loss_masks)
 
 
-def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path, servers: Farm) -> None:
-    changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
-    (step,) = run_of(tmp_path, servers, **changes).steps([0])
-    assert all(sample.reward["length"] == sample.response_length for sample in step.samples)
-
-
 def test_groups_of_equal_rewards_are_left_out_if_slime_asks_for_it(tmp_path: Path, servers: Farm) -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     loop = run_of(tmp_path, servers, dynamic_sampling_filter_path=path, rollout_max_response_len=3)
@@ -179,14 +175,6 @@ def test_groups_of_equal_rewards_are_left_out_if_slime_asks_for_it(tmp_path: Pat
     dropped = sum(journaled(tmp_path).ledger.dropped.values())
     assert dropped > 0
     assert all(len({s.reward for s in group}) > 1 for step in trained for group in step.groups)
-
-
-def test_evaluation_stays_slimes(tmp_path: Path, servers: Farm) -> None:
-    loop = run_of(tmp_path, servers)
-    before = servers.decoded_tokens
-    output = loop.manager.eval(0)
-    assert output.data["held out"]["rewards"] == [0.5] and servers.decoded_tokens == before
-    loop.step(0)
 
 
 def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path, servers: Farm) -> None:
@@ -253,6 +241,10 @@ def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(
     assert all(len(versions(s)) == s.response_length for step in rest for s in step.samples)
     fresh = [s for step in rest for s in step.samples if s.metadata["rollover"]["resumes"]]
     assert any(versions(s)[0] < 2 + killed_behind <= versions(s)[-1] for s in fresh), "prefixes went on"
+    opened = [e for _, e in read_events(tmp_path / "ckpt/rollover/journal.sqlite") if isinstance(e, GroupOpened)]
+    untouched = recorded.RolloutDataSource(args).get_samples(len(opened))
+    assert [event.prompt.text for event in opened] == [group[0].prompt for group in untouched], "prompts went on"
+    assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
 
 
 class Process:
@@ -303,26 +295,12 @@ def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_pat
     state.ledger.check()
 
 
-def test_prompts_go_on_where_they_were(tmp_path: Path, servers: Farm) -> None:
-    args = arguments(tmp_path, servers.port)
-    loop = Loop(servers, args)
-    loop.step(0)
-    loop.step(1, saves=True)
-    loop.step(2)
-    loop.kill()
-    Loop(servers, args, start=2).steps(range(2, 6))
-    opened = [e for _, e in read_events(tmp_path / "ckpt/rollover/journal.sqlite") if isinstance(e, GroupOpened)]
-    untouched = recorded.RolloutDataSource(args).get_samples(len(opened))
-    assert len(opened) >= 6 * BATCH
-    assert [event.prompt.text for event in opened] == [group[0].prompt for group in untouched]
-    assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
-
-
-def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path, servers: Farm) -> None:
+def test_a_table_of_rewards_reaches_slime_whole_and_again_after_a_restart(tmp_path: Path, servers: Farm) -> None:
     changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
     args = arguments(tmp_path, servers.port, **changes)
     loop = Loop(servers, args)
     first = loop.step(0)
+    assert all(sample.reward["length"] == sample.response_length for sample in first.samples)
     loop.kill()
     again = Loop(servers, args).step(0)
     assert [s.reward for s in again.samples] == [s.reward for s in first.samples]
@@ -337,29 +315,6 @@ def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path
     (tmp_path / "ckpt/rollout/global_dataset_state_dict_0.pt").unlink()
     with pytest.raises(RunError, match="the place in the prompts after rollout 0 is not in"):
         Loop(servers, args, start=1)
-
-
-def test_a_checkpoint_is_saved_while_the_next_rollout_has_been_made(tmp_path: Path, servers: Farm) -> None:
-    """The order of ``train_async.py``: it saves behind rollout 1 when rollout 2 is done already."""
-    args = arguments(tmp_path, servers.port, rollover={"weights_lag": 1, "rollout": {"max_staleness": 4}})
-    loop = Loop(servers, args)
-    first = [loop.manager.generate(0), loop.manager.generate(1)]
-    servers.update_weights()
-    first.append(loop.manager.generate(2))
-    loop.manager.save(1)
-    servers.update_weights()
-    first.append(loop.manager.generate(3))
-    loop.kill()
-    again = Loop(servers, args, start=2)
-    rest = [again.manager.generate(2), again.manager.generate(3)]
-    for rollout_id in (4, 5):
-        servers.update_weights()
-        rest.append(again.manager.generate(rollout_id))
-    journaled(tmp_path).ledger.check()
-    for before, after in zip(first[2:], rest[:2], strict=True):
-        assert [known(s) for s in after.samples] == [known(s) for s in before.samples]
-    seen = Counter(s.index for step in [*first[:2], *rest] for s in step.samples)
-    assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
 
 
 def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path, servers: Farm) -> None:

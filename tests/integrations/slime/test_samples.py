@@ -112,23 +112,6 @@ def test_a_response_at_its_limit_is_truncated_whatever_ended_it() -> None:
     assert sample_of(done).status is Sample.Status.TRUNCATED
 
 
-def test_stale_tokens_are_masked_one_by_one() -> None:
-    done = trajectory((4, (10, 11), FinishReason.ABORT), (6, (12,), FinishReason.STOP))
-    sample = sample_of(done)
-    account_for_versions(sample, done, version=6, first_rollout=0, masks_stale=True)
-    assert sample.loss_mask == [0, 0, 1]
-
-
-def test_a_failed_sample_moves_no_mean_and_trains_nothing() -> None:
-    siblings = [Sample(reward=reward) for reward in (1.0, 0.0, 0.5)]
-    sample = new_sample(Sample, prompt_of(group(), 0, encode), 0)
-    failed_sample(sample, siblings, ARGS, filler=0)
-    assert (sample.reward, sample.remove_sample, sample.loss_mask) == (0.5, True, [0])
-    assert sample.response_length == 1 and sample.status is Sample.Status.FAILED
-    rewards = [s.reward for s in siblings]
-    assert sum([*rewards, sample.reward]) / 4 == sum(rewards) / 3
-
-
 def test_a_failed_sample_among_tables_of_rewards_has_the_mean_at_the_key() -> None:
     siblings = [Sample(reward={"score": score, "kind": "x"}) for score in (1.0, 0.0)]
     sample = new_sample(Sample, prompt_of(group(), 0, encode), 0)

@@ -78,22 +78,7 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def drawn(worker: OldSGLang) -> set[tuple[int, float]]:
-    return {(token, logprob) for _, token, logprob in worker.sampled}
-
-
 # -- calls ------------------------------------------------------------------------------------------------------------
-
-
-async def test_tokens_have_the_version_that_the_label_stands_for(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
-    async with lent.rollout(version=12) as engine:
-        chunks = await everything(engine, request("g0.0"))
-        await engine.end()
-    assert len(ids(chunks)) == 20 and chunks[-1].finish_reason is FinishReason.LENGTH
-    assert {chunk.policy_version for chunk in chunks} == {12}
-    pairs = {(t, round(p, 9)) for c in chunks for t, p in zip(c.token_ids, c.logprobs, strict=True)}
-    assert pairs <= drawn(lent[0]) | drawn(lent[1])
 
 
 async def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: Path) -> None:
@@ -144,13 +129,6 @@ async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_pa
         await first
         (chunk,) = await second
     assert chunk.finish_reason is FinishReason.ABORT and not chunk.token_ids
-
-
-async def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1, incremental=True)
-    async with lent.rollout(version=3) as engine:
-        chunks = await everything(engine, request("g0.0"))
-    assert len(chunks) > 1 and len(ids(chunks)) == 20 and {c.policy_version for c in chunks} == {3}
 
 
 async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
@@ -313,27 +291,6 @@ def test_without_any_worker_that_answers_a_rollout_is_refused(tmp_path: Path) ->
     for worker in lent.workers.values():
         worker.kill()
     with pytest.raises(EngineError, match=r"no worker behind http://router answers: http://w0 .*; http://w1"):
-        run(lent.engine().begin())
-
-
-async def test_a_call_whose_worker_dies_fails_and_the_others_take_the_next(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
-    async with lent.rollout() as engine:
-        call = asyncio.create_task(everything(engine, request("g0.0", tokens=100)))
-        while not (lent[0].requests or lent[1].requests):
-            await asyncio.sleep(0.01)
-        (lent[0] if lent[0].requests else lent[1]).kill()
-        with pytest.raises(EngineError):
-            await call
-        chunks = await everything(engine, request("g1.0"))
-        await engine.end()
-    assert len(ids(chunks)) == 20
-
-
-def test_workers_that_only_prefill_are_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
-    lent.router.kind = "prefill"
-    with pytest.raises(EngineError, match="a worker of type 'prefill'"):
         run(lent.engine().begin())
 
 

@@ -11,18 +11,16 @@ from torch import Tensor
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.batch import Batch, Group
+from rollover.batch import Batch
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
 from rollover.trainer.minibatch import shuffled
 from rollover.trainer.packing import TrainingSample
-from rollover.types import FinishReason, Prompt, SampleId
 from tests.trainer.builders import (
     gradients,
     make_batch,
     make_folder,
     make_model,
     make_trainer,
-    make_trajectory,
     separate_logprobs,
     to_float64,
 )
@@ -155,44 +153,6 @@ def test_reference_logprobs_stay_those_of_the_initial_policy(folder: Path, seen:
     tokens = seen[1][0]
     assert sorted(tokens.ref_logprobs_T.tolist()) == pytest.approx(sorted(initial.tolist()), abs=1e-4)
     assert (tokens.ref_logprobs_T - tokens.trainer_logprobs_T).abs().max() > 0.05
-
-
-def test_no_reference_model_is_loaded_without_a_kl_term(folder: Path) -> None:
-    assert make_trainer(folder)._policy._ref_model is None
-
-
-def test_truncated_samples_are_masked_and_still_counted(folder: Path, seen: list[Any]) -> None:
-    batch = make_batch(num_groups=1, group_size=3)
-    group = batch.groups[0]
-    cut = group.trajectories[1]
-    cut = replace(cut, segments=(cut.segments[0]._replace(finish_reason=FinishReason.LENGTH),))
-    group = replace(group, trajectories=(group.trajectories[0], cut, group.trajectories[2]))
-    algorithm = resolve(AlgorithmConfig(name="dapo", mask_truncated=True))
-    make_trainer(folder, algorithm=algorithm).step(Batch(step=0, groups=(group,)))
-    tokens, denominators = seen[0]
-    assert denominators.num_tokens == group.num_tokens
-    assert int((tokens.loss_mask_T == 0).sum()) == cut.num_tokens
-
-
-def test_training_makes_the_rewarded_response_likelier(folder: Path) -> None:
-    prompt = Prompt(prompt_id="bandit/0@0", token_ids=(5, 6, 7), text="", source="bandit")
-    right, wrong = TrainingSample(prompt_ids=(5, 6, 7), response_ids=(11, 1)), (12, 1)
-
-    def batch(step: int) -> Batch:
-        pair = tuple(
-            make_trajectory(SampleId(step, i), prompt, ids, reward=reward, version=step)
-            for i, (ids, reward) in enumerate(((right.response_ids, 1.0), (wrong, 0.0)))
-        )
-        return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=pair),))
-
-    trainer = make_trainer(folder, learning_rate=3e-3, algorithm=resolve(AlgorithmConfig(correction="none")))
-    before = separate_logprobs(make_model(), [right], 1.0).sum().item()
-    for step in range(8):
-        trainer.step(batch(step))
-    model = make_model()
-    model.load_state_dict(dict(trainer.weights()), strict=False)
-    after = separate_logprobs(model, [right], 1.0).sum().item()
-    assert after > before + 1.0
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:

@@ -147,16 +147,3 @@ def test_moments_that_do_not_fit_are_named(pools: dict[int, RankPool], folder: P
     path.write_bytes(b"rubbish")
     for _, message in pools[3].call(refused, folder=folder, given=[], resume_from=saved, **SETTINGS):
         assert message.startswith(f"{path} cannot be read")
-
-
-def test_a_trainer_alone_writes_what_it_always_wrote(folder: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(folder)
-    trainer.step(BATCHES[0])
-    trainer.save(tmp_path / "step_1", {"journal": 1})
-    names = {str(path.relative_to(tmp_path / "step_1")) for path in (tmp_path / "step_1").rglob("*") if path.is_file()}
-    assert names == {
-        *("config.json", "model.safetensors", "tokenizer.json", "trainer.json", "trainer/optimizer.safetensors")
-    }
-    assert list(json.loads((tmp_path / "step_1" / "trainer.json").read_text())) == [
-        *("version", "identity", "num_threads", "extra", "files", "format_version", "sha256")
-    ]

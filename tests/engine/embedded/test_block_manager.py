@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -192,77 +191,7 @@ TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-def filled(blocks: BlockManager, token_ids: tuple[int, ...], root: Key = b"root") -> list[int]:
-    """A table whose blocks can be found."""
-    table, keys = blocks.allocate(blocks.num_for(len(token_ids))) or [], [root]
-    blocks.extend_keys(keys, token_ids, len(token_ids))
-    for place, index in enumerate(table):
-        blocks.cache(index, keys[place], token_ids[place * SIZE : (place + 1) * SIZE])
-    return table
-
-
-def found(blocks: BlockManager, token_ids: tuple[int, ...], root: Key = b"root") -> CachedPrefix:
-    keys = [root]
-    blocks.extend_keys(keys, token_ids, len(token_ids))
-    return blocks.find(keys, token_ids)
-
-
-def test_what_two_prompts_begin_with_is_found_to_the_token() -> None:
-    blocks = BlockManager(num_blocks=20, block_size=SIZE)
-    first = filled(blocks, (1, 2, 3, 4, 5, 6, 7, 8))
-    filled(blocks, (1, 2, 3, 4, 9, 9))
-    assert found(blocks, (1, 2, 3, 4, 5, 7, 1)) == CachedPrefix((first[0],), 5, first[1])
-    assert found(blocks, (1, 2, 3, 4, 5, 6, 7)) == CachedPrefix(tuple(first[:2]), 7, first[2])
-    assert found(blocks, (2, 2, 3)) == CachedPrefix((), 0)
-    assert found(blocks, (1, 2, 3), root=b"other") == CachedPrefix((), 0)
-
-
 def test_the_key_stands_for_the_whole_prefix() -> None:
     assert block_key(block_key(b"a", (1, 2)), (3, 4)) != block_key(block_key(b"a", (1, 3)), (3, 4))
     assert block_key(b"a", (1, 2)) != block_key(b"a", (1, 2, 0)) != block_key(b"b", (1, 2, 0))
     assert root_key(1, "x") == root_key(1, "x") != root_key(2, "x")
-
-
-def test_parked_cache_is_evicted_block_by_block_the_end_first() -> None:
-    blocks = BlockManager(num_blocks=7, block_size=SIZE)
-    old, new = tuple(range(9)), tuple(range(10, 19))
-    for token_ids in (old, new):
-        blocks.release(filled(blocks, token_ids))
-    for num_lost in range(1, 4):
-        assert blocks.allocate(1)
-        assert found(blocks, old).num_tokens == 9 - 3 * num_lost
-        assert found(blocks, new).num_tokens == 9
-    assert blocks.num_evicted == 3
-
-
-def test_finished_responses_are_evicted_before_what_was_parked_earlier() -> None:
-    blocks = BlockManager(num_blocks=5, block_size=SIZE)
-    parked, finished = (1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
-    blocks.release(filled(blocks, parked))
-    blocks.release(filled(blocks, finished), evict_first=True)
-    assert blocks.allocate(2)
-    assert (found(blocks, parked).num_tokens, found(blocks, finished).num_tokens) == (6, 0)
-
-
-def test_referenced_blocks_are_never_evicted() -> None:
-    blocks = BlockManager(num_blocks=5, block_size=SIZE)
-    table = filled(blocks, (1, 2, 3, 4, 5, 6))
-    blocks.share(table[:1])
-    blocks.release(table)
-    assert blocks.allocate(4) is None and blocks.num_evicted == 0
-    assert blocks.allocate(3) is not None
-    assert found(blocks, (1, 2, 3, 4, 5, 6)).blocks == (table[0],)
-    with pytest.raises(AssertionError, match="not referenced"):
-        blocks.release([table[0], table[0]])
-
-
-def test_finished_responses_keep_no_more_blocks_than_were_used_at_once() -> None:
-    blocks = BlockManager(num_blocks=50, block_size=SIZE)
-    responses = [tuple(range(10 * i, 10 * i + 6)) for i in range(9)]
-    for response in responses:
-        table = filled(blocks, response)
-        assert max(table) <= 4, "two blocks are cached, and two in use"
-        blocks.release(table, evict_first=True)
-    assert [found(blocks, response).num_tokens for response in responses] == [0] * 8 + [6]
-    blocks.release(filled(blocks, (1, 1, 1)))
-    assert found(blocks, responses[-1]).num_tokens == 6, "what is not finished has all the room there is"

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.kept_codec import decode_kept
@@ -95,14 +97,16 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     assert tokens.tolist() == [1, 3, 3]
 
 
-def test_uniforms_depend_on_seed_and_position_and_are_uniform() -> None:
-    noise = uniforms(range(200), [0] * 200)
-    assert len(set(noise)) == 200
-    assert uniforms([3, 5, -1], [9, 2, 4]).tolist() == [
-        uniforms([s], [p])[0] for s, p in ((3, 9), (5, 2), (2**64 - 1, 4))
-    ]
-    for seeds, positions in (([1] * DRAWS, range(DRAWS)), (range(DRAWS), [1] * DRAWS)):
-        noise = uniforms(seeds, positions)
-        counts = np.histogram(noise, bins=64, range=(0, 1))[0]
-        assert ((counts - DRAWS / 64) ** 2 / (DRAWS / 64)).sum() < 103.4  # 0.999 quantile, 63 degrees
-        assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.03
+def mixed(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 10**6)), min_size=1, max_size=4))
+def test_the_noise_is_what_the_protocol_page_says(asked: list[tuple[int, int]]) -> None:
+    golden = 0x9E3779B97F4A7C15
+    bits = [mixed((mixed((seed + golden) % 2**64) + (position + 1) * golden) % 2**64) for seed, position in asked]
+    noise = uniforms(*zip(*asked, strict=True))
+    assert noise.tolist() == [((b >> 12) + 0.5) / 2**52 for b in bits]
+    assert uniforms([7], [0])[0] == pytest.approx(0.7215081806049702, rel=1e-15)

@@ -25,7 +25,7 @@ ARGS ?=
 JOBS ?= 2
 DEEP_JOBS ?= 2
 
-# Hundreds of processes start in the tests: each would compile what it imports anew.
+# Modules are compiled once, when they are first imported, not by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train compare test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
@@ -39,12 +39,12 @@ $(BIN)/python:
 # One stamp per set of packages; the installation is editable, so only these two files make it stale.
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@ $(VENV)/installed
 
 train: $(VENV)/installed

@@ -338,6 +338,18 @@ async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]
     return event
 
 
+async def under_way(client: HTTPClient, *rids: str) -> list[asyncio.Task[dict[str, Any]]]:
+    """Calls that the server decodes. On a busy machine some may be over before anybody looks: then all are made again."""
+    while True:
+        calls = [asyncio.create_task(to_the_end(client, body(rid, 400))) for rid in rids]
+        while not any(call.done() for call in calls):
+            loads = (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"]
+            if loads[0]["num_running_reqs"] == len(calls):
+                return calls
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*calls)
+
+
 def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(within(600)), client_of(url) as client:
@@ -373,11 +385,7 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
     async def law(client: HTTPClient) -> None:
         update = {"model_path": str(folders[0]), "weight_version": "10"}
         await client.call("POST", "/update_weights_from_disk", body=update)
-        call = asyncio.create_task(to_the_end(client, body("refused;", 200)))
-        while not (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
-            "num_running_reqs"
-        ]:
-            await asyncio.sleep(0.02)
+        (call,) = await under_way(client, "refused;")
         await asyncio.sleep(0.2)
         await client.call("POST", "/pause_generation", body={"mode": "in_place"})
         update = {"model_path": str(folders[1]), "weight_version": "11", "flush_cache": True}
@@ -407,11 +415,7 @@ def test_quirk_an_abort_during_a_pause_is_lost_and_remembered(url: str) -> None:
 
 def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> None:
     async def law(client: HTTPClient) -> None:
-        call = asyncio.create_task(to_the_end(client, body("frozen;", 400)))
-        while not (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
-            "num_running_reqs"
-        ]:
-            await asyncio.sleep(0.02)
+        (call,) = await under_way(client, "frozen;")
         await client.call("POST", "/pause_generation", body={"mode": "in_place"})
         await client.call("GET", "/server_info")
         await client.call("POST", "/abort_request", body={"rid": "frozen;", "abort_all": False})
@@ -425,11 +429,7 @@ def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> 
 
 def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
     async def law(client: HTTPClient) -> None:
-        calls = [asyncio.create_task(to_the_end(client, body(rid, 300))) for rid in ("g1", "g10", "h1;", "h10;")]
-        while (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
-            "num_running_reqs"
-        ] < 4:
-            await asyncio.sleep(0.02)
+        calls = await under_way(client, "g1", "g10", "h1;", "h10;")
         for rid in ("g1", "h1;"):
             await client.call("POST", "/abort_request", body={"rid": rid, "abort_all": False})
         ends = [event["meta_info"]["finish_reason"]["type"] for event in await asyncio.gather(*calls)]

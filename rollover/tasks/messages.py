@@ -64,6 +64,14 @@ def row_arguments(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return _arguments(row[ARGUMENTS], where) if has_value(row, ARGUMENTS) else {}
 
 
+def is_text(message: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key of a message holds a text that a template has to write, which identifiers and the name of a
+    tool beside its result are not."""
+    value, role = message[key], message["role"]
+    is_name = key in ("role", "id") or key.endswith("_id") or (role, key) == ("tool", "name")
+    return isinstance(value, str) and bool(value.strip()) and not is_name
+
+
 def messages_of(content: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Return messages with text as their contents: parts are joined, and keys without a value left out.
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from rollover.errors import DataError
 from rollover.hf.markers import Markers
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.messages import Question
-from rollover.tasks.template import ChatTemplate, Span, Written, is_text
+from rollover.tasks.messages import Question, is_text
+from rollover.tasks.template import ChatTemplate, Span, Written
 
 _OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Markers that an assistant writes itself, and that therefore stay markers in its turns."""

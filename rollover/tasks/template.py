@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateSyntaxError
 
 from rollover.errors import DataError
+from rollover.tasks.messages import is_text
 
 Messages = Sequence[Mapping[str, Any]]
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
@@ -213,14 +214,6 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has no place for tools: {', '.join(missing or names)} is not written out"
             )
-
-
-def is_text(message: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key of a message holds a text that a template has to write, which identifiers and the name of a
-    tool beside its result are not."""
-    value, role = message[key], message["role"]
-    is_name = key in ("role", "id") or key.endswith("_id") or (role, key) == ("tool", "name")
-    return isinstance(value, str) and bool(value.strip()) and not is_name
 
 
 def _texts(messages: Messages) -> list[_Text]:

@@ -131,7 +131,7 @@ def test_names_from_data_are_not_read_as_terminal_markup() -> None:
 
 
 def test_a_folder_without_config_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not a run directory: it contains no config\.json"):
+    with pytest.raises(RunError, match=r"not a run directory: it has no config\.json"):
         read_run(tmp_path)
 
 

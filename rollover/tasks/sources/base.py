@@ -18,8 +18,8 @@ from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
 from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, NoAnswer, find_column
 from rollover.tasks.fingerprint import DataFile, Fingerprint
+from rollover.tasks.messages import is_text
 from rollover.tasks.rows import DatasetRows
-from rollover.tasks.template import is_text
 from rollover.types import Prompt
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

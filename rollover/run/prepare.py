@@ -97,7 +97,6 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> None:
     assert config.model.scratch is not None
     shape = config.model.scratch
     progress.message("building a tokenizer and a model from scratch")
-    # The tokenizer is trained on what it will have to write: prompts, in bytes so far, and what a warm-up teaches.
     plain = replace(
         config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
     )

@@ -77,7 +77,7 @@ def test_dropped_samples_count_and_a_prompt_drawn_again_is_the_same(tmp_path: Pa
 
 
 def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not a run directory: it contains no config.json"):
+    with pytest.raises(RunError, match=r"not a run directory: it has no config.json"):
         read_run(tmp_path)
     with pytest.raises(DataError, match="the trace is empty"):
         read_run(run_of(tmp_path / "fresh"))

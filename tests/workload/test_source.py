@@ -65,7 +65,7 @@ def test_what_cannot_be_found_gets_the_nearest_name() -> None:
         read_lengths("r1-16")
     with pytest.raises(ConfigError, match=r"gone.toml: no such file"):
         read_lengths("gone.toml")
-    with pytest.raises(RunError, match=r"contains no config.json"):
+    with pytest.raises(RunError, match=r"has no config.json"):
         read_lengths(".")
     with pytest.raises(DataError, match="gone does not exist; give a run directory or a file of lengths"):
         read_trace("gone")

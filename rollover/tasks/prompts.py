@@ -16,6 +16,7 @@ import datetime
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,6 @@ class PromptEncoder:
             day = config.chat_template_date
             day_seen = None if day is None else datetime.date.fromisoformat(day)
             self._template = ChatTemplate(tokenizer, file=Path(file) if file else None, day=day_seen)
-            self._markers = Markers(tokenizer)
         self._check_arguments(self._arguments, "tasks.chat_template_kwargs")
 
     @property
@@ -89,6 +89,10 @@ class PromptEncoder:
     @property
     def has_template(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def _markers(self) -> Markers:
+        return Markers(self._tokenizer)  # which writes the whole tokenizer out
 
     def answer(
         self,
@@ -106,8 +110,7 @@ class PromptEncoder:
         """
         if self._template is None:
             text = "".join(message["content"] for message in messages)
-            plain = Markers(self._tokenizer)
-            return tuple(plain.encode(text, plain.find(text)) or ())
+            return tuple(self._markers.encode(text, self._markers.find(text)) or ())
         before = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
         try:
             written = self._template.write(

@@ -69,6 +69,8 @@ class Progress:
         now = self._now_s()
         if self._rollout_from is None:
             self._rollout_from = (now, decoded_tokens)
+        if self._mode != "bars" or now - self._drawn_s < 1 / _REFRESH_HZ:
+            return  # it is called after every event
         since_s, before = self._rollout_from
         rate = (decoded_tokens - before) / (now - since_s) if now > since_s else 0.0
         text = f"{running} running · {parked} parked · {rate:,.0f} tok/s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from rollover.errors import RewardError, RolloverError
 from rollover.types import Trajectory
@@ -21,7 +21,6 @@ class Scorer(Protocol):
     async def score(self, trajectory: Trajectory) -> float: ...
 
 
-@runtime_checkable
 class GroupScorer(Scorer, Protocol):
     """A scorer that scores the finished responses of a group together, if their source asks for that: once the last one
     has ended.
@@ -35,9 +34,9 @@ class GroupScorer(Scorer, Protocol):
     async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[float | RewardError]: ...
 
 
-def compares_siblings(scorer: Scorer, source: str) -> bool:
+def compares_siblings(scorer: Scorer, source: str) -> TypeGuard[GroupScorer]:
     """Return whether the responses to a prompt of this source are scored together."""
-    return isinstance(scorer, GroupScorer) and scorer.compares_siblings(source)
+    return hasattr(scorer, "compares_siblings") and scorer.compares_siblings(source)
 
 
 async def scores_of(scorer: Scorer, trajectories: Sequence[Trajectory]) -> Sequence[float | RewardError]:
@@ -48,7 +47,7 @@ async def scores_of(scorer: Scorer, trajectories: Sequence[Trajectory]) -> Seque
         RolloverError: a mistake that would affect every other sample too.
     """
     try:
-        if isinstance(scorer, GroupScorer) and scorer.compares_siblings(trajectories[0].prompt.source):
+        if compares_siblings(scorer, trajectories[0].prompt.source):
             return await scorer.score_group(trajectories)
         return [await scorer.score(trajectory) for trajectory in trajectories]
     except RewardError as e:

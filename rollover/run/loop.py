@@ -14,6 +14,7 @@ import math
 
 from rollover.batch import Batch, TrainedStep
 from rollover.errors import ConfigError, RolloverError, RunError
+from rollover.garbage import rare_collections
 from rollover.rollout.events import BatchTrained
 from rollover.run.interrupt import Interrupt
 from rollover.run.observers import Evaluated, Notice
@@ -23,7 +24,7 @@ from rollover.run.session import Session
 async def train(session: Session, interrupt: Interrupt) -> None:
     """Train to ``config.steps`` from the session's current step. After a ``RolloverError`` the run can be resumed."""
     meter = session.meter
-    with interrupt.deferred():
+    with interrupt.deferred(), rare_collections(20_000):
         await interrupt.unless(session.weights.publish())
         await interrupt.unless(_evaluate_when_due(session))
         while session.version < session.config.steps and not interrupt.requested and not _is_settled(session):

@@ -22,6 +22,8 @@ from rollover.errors import EngineError, ResourceError, RolloverError
 Command = Callable[[EngineCore], list[Output] | None]
 Deliver = Callable[[list[Output]], None]
 Fail = Callable[[list[str], RolloverError], None]
+_Executed = tuple[list[Output] | None, asyncio.Future[None], Exception | None]
+"""Outputs of a command, its future and its error."""
 
 
 class CoreLoop(Protocol):
@@ -89,8 +91,10 @@ class ThreadLoop:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._stopped or self._can_step())
                 commands, self._commands = self._commands, []
-            for command, future in commands:
-                self._execute(command, future)
+            if commands:
+                done = [self._executed(command, future) for command, future in commands]
+                self._stats = self._core.stats()
+                self._post(self._hand_out, done)  # at once: hundreds of calls may begin together
             if self._stopped:
                 return
             if self._can_step():
@@ -99,16 +103,17 @@ class ThreadLoop:
     def _can_step(self) -> bool:
         return self._core.has_work and not self.paused
 
-    def _execute(self, command: Command, future: asyncio.Future[None]) -> None:
+    def _executed(self, command: Command, future: asyncio.Future[None]) -> _Executed:
         try:
-            outputs = command(self._core)
+            return command(self._core), future, None
         except Exception as e:
-            self._post(_settle, future, e)
-            return
-        self._stats = self._core.stats()
-        if outputs:
-            self._post(self._deliver, outputs)
-        self._post(_settle, future, None)
+            return None, future, e
+
+    def _hand_out(self, done: list[_Executed]) -> None:
+        for outputs, future, error in done:
+            if outputs:
+                self._deliver(outputs)
+            _settle(future, error)
 
     def _step(self) -> None:
         try:

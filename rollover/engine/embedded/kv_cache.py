@@ -54,8 +54,8 @@ class KVCache:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy all at once: every source is read before any destination is written."""
         source, destination = torch.tensor(copies, device=self.device).unbind(1)
-        for pool in (*self.keys, *self.values):
-            pool[destination] = pool[source]
+        for pool in (self._keys, self._values):
+            pool[:, destination] = pool[:, source]
 
     def zero_(self) -> None:
         self._keys.zero_()

@@ -33,7 +33,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rollover.environments.episodes import AgentConfig
-from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.environments.episodes.actor import EpisodeActor
+from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.environments.episodes.conversation import ChatReply
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest, Said
@@ -66,7 +67,7 @@ PROGRAMS = {
 
 def answer(guest: Guest, asked: Asked) -> None:
     guest.take(asked, 1)
-    guest.answer(1, lambda request: ChatReply(1, TEXT, (), 100, 100))
+    guest.answer(1, lambda request: ChatReply(1, TEXT, (), 100, 100), last_id=0)
 
 
 async def next_request(guest: Guest) -> None:

@@ -396,8 +396,7 @@ class Trajectory:
     @property
     def turn_ids(self) -> tuple[int, ...]:
         """Return the tokens sampled since the last observation: those of the turn that goes on or is to be answered."""
-        turns = self.turns
-        return (*turns, ())[len(self.observations)] if turns else ()
+        return (*self.turns, ())[len(self.observations)] if self.turns else ()
 
     @property
     def rollout_logprobs(self) -> tuple[float, ...]:

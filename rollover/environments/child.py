@@ -23,7 +23,7 @@ class Child:
     """Holds one process, its keeper and the connection to it. Messages are JSON, one per line.
 
     Example: ``child = await Child.start("rollover.environments.worker", {"specs": []}, "reward process")``, after which
-    ``await child.send({"id": 1, ...})`` asks it something and ``await child.receive()`` returns its answer.
+    ``child.send({"id": 1, ...})`` asks it something and ``await child.receive()`` returns its answer.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Child:
         self._reader = reader
         self._writer = writer
         self._ending: asyncio.Task[None] | None = None
+        self._unsent: list[str] = []
 
     @classmethod
     async def start(cls, module: str, greeting: dict[str, Any], name: str) -> Child:
@@ -51,7 +52,7 @@ class Child:
             raise RewardError(f"a {name} cannot be started: {error.strerror}") from None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await child.send(greeting)
+                child.send(greeting)
                 reply = await child.receive()
             if "error" in reply:
                 raise DataError(reply["error"])
@@ -85,11 +86,17 @@ class Child:
                 raise
         return cls(name, keeper, reader, writer)
 
-    async def send(self, message: dict[str, Any]) -> None:
-        """Send a message. ``receive`` reports a process that is gone."""
-        with contextlib.suppress(ConnectionError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
-            await self._writer.drain()
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, with all others of this turn of the event loop. ``receive`` reports a process that is
+        gone."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.append(json.dumps(message) + "\n")
+
+    def _send_all(self) -> None:
+        content, self._unsent = "".join(self._unsent), []
+        if self._ending is None:
+            self._writer.write(content.encode())
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message. Raises ``RewardError`` when the process has died, was ended, or sends something

@@ -71,7 +71,7 @@ class WorkerPool:
 
     async def _ask(self, child: Child, job: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
-        await child.send({"id": number, **job})
+        child.send({"id": number, **job})
         reply = await child.receive()
         if (answered := reply.pop("id", None)) != number:
             raise RewardError(f"the {_NAME} answered request {answered!r} when asked {number}")

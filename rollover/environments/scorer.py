@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,4 +190,4 @@ class RewardScorer:
         )
 
     def _count(self, **more: float) -> None:
-        self._stats = ScorerStats(**{k: v + more.get(k, 0) for k, v in asdict(self._stats).items()})
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + one for name, one in more.items()})

@@ -50,7 +50,7 @@ Values = RewardValue | Sequence[RewardValue]
 
 def begin_score(reward: Reward | GroupReward, samples: Sequence[RewardSample]) -> Values | Awaitable[Values]:
     """Call the reward with one response, or with all of a group if it compares them."""
-    if isinstance(reward, GroupReward):
+    if hasattr(reward, "score_group"):
         return reward.score_group(samples)
     (sample,) = samples
     return reward.score(sample)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.environments.episodes import AgentConfig
-from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment, environment_seed
+from rollover.environments.episodes.actor import EpisodeActor, environment_seed
+from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.environments.episodes.base import Action, EnvironmentSettings, Messages, step
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnMap

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rollover.environments.episodes.base import Action
 
 
@@ -146,7 +148,7 @@ class Dice:
         random.random()
 
     async def step(self, action: Action) -> str:
-        return f"{action.text}{random.random()}"
+        return f"{action.text}{random.random()} {np.random.random()}"
 
 
 class Opens:

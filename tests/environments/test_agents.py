@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from rollover.environments.episodes import AgentConfig
-from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.environments.episodes.actor import EpisodeActor
+from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.errors import DataError, RewardError
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 

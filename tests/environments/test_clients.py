@@ -72,8 +72,8 @@ async def test_the_program_of_the_documentation_is_an_agent() -> None:
     program = page.read_text().partition("```python\n")[2].partition("```")[0]
     settings: dict[str, Any] = {"command": (sys.executable, "-c", program)}
     async with acting("", **settings) as actor:
-        answers = await play(actor, "12+34=", "#### 46", question="12+34?", answer="46")
-    assert texts(answers) == ["12+34?", "46", ""]
+        answers = await play(actor, "12 - 34 =", "-22 =", "#### -22 ", question="12 - 34", answer="-22")
+    assert texts(answers) == ["12 - 34\n", " -22\n", " ?\n", ""]
     assert answers[-1].reward == 1.0
 
 

@@ -22,6 +22,7 @@ from rollover.environments.episodes.conversation import (
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
+from tests.environments.test_interleavings import Connection
 
 CALC: dict[str, Any] = {"type": "function", "function": {"name": "calc", "parameters": {}}}
 CALL = '<tool_call>{"name": "calc", "arguments": {"a": 1}}</tool_call>'
@@ -114,7 +115,7 @@ def tell(guest: Guest, text: str) -> Asked:
     """Reply to the first request that waits."""
     asked, turn = guest.waiting[0], len(guest.said)
     guest.take(asked, turn)
-    guest.answer(turn, lambda request: reply(text, turn))
+    guest.answer(turn, lambda request: reply(text, turn), ord(text[-1]))
     return asked
 
 
@@ -137,13 +138,21 @@ def tell(guest: Guest, text: str) -> Asked:
 async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
     messages: Any, tools: Any, origin: int, adds: int
 ) -> None:
-    guest = Guest()
+    written: list[Any] = []
+
+    def write(*given: Any) -> tuple[int, ...]:
+        written.append(given)
+        return (7,)
+
+    guest = Guest(write=write)
     for asks, text in (([user("a")], "b"), ([user("a")], "B"), ([user("a"), said("b"), user("c")], "d")):
         ask(guest, *asks).num_listening = 1
         tell(guest, text)
-    asked = ask(guest, *messages, tools=tools).request
-    parent, new, offered = guest.origin(asked)
-    assert (parent, new, list(offered)) == (origin, asked.messages[-adds:], [] if origin else tools)
+    asked = ask(guest, *messages, tools=tools)
+    new = asked.request.messages[-adds:]
+    assert (asked.parent, asked.record) == (origin, record_of(new, () if origin else tools))
+    assert written[3:] == [(new, tools or (), {1: ord("b"), 2: ord("B"), 3: ord("d")}.get(origin))], "once"
+    assert asked.token_ids == (7,)
 
 
 async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_first() -> None:
@@ -157,12 +166,29 @@ async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_firs
     first.num_listening, second.num_listening = 0, 1
     tell(guest, "b")
     assert second.reply.done() and not guest.waiting, "it was asked again before the first was seen to be gone"
+    assert ask(guest, user("a"), is_retry=True) is first and guest.waiting == [first], "or it was not the same request"
+    first.num_listening = 1
     assert ask(guest, user("a"), is_retry=True) is second, "the reply was lost on its way"
-    assert ask(guest, user("a")) is not second
+    assert ask(guest, user("a")) not in (first, second)
     lost = Guest()
     first = ask(lost, user("a"))
     tell(lost, "b")
     assert ask(lost, user("a")) is first, "nobody has heard the reply"
+
+
+async def test_a_retry_is_of_the_request_whose_connection_is_gone_even_if_it_comes_first() -> None:
+    door, guest, connections = Door(), Guest(), list[Connection]()
+    key = door.let_in(guest)
+    for num_retries in (0, 0, 1):  # two equal requests, and a retry of the first
+        connections.append(Connection(door, key, "/chat/completions", {"messages": [user("a")]}, num_retries))
+        await asyncio.sleep(0.1)
+    first, second, again = connections
+    first.gone.set()
+    await asyncio.sleep(0.1)
+    tell(guest, "b"), tell(guest, "c")
+    await asyncio.wait([second.task, again.task])
+    replies = [one.answer["choices"][0]["message"]["content"] for one in (again, second)]
+    assert (replies, guest.waiting) == (["b", "c"], [])
 
 
 # -- over HTTP ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rollover.batch import Batch
 from rollover.environments.episodes import AgentConfig, agents
-from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.environments.episodes.actor import EpisodeActor
+from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.environments.episodes.door import Door
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits
@@ -79,9 +80,11 @@ class Asking:
         self._connect = connect
 
     def suffer(self, fault: str) -> None:
-        if fault == "retry":
+        if fault == "retry" and (self.open or not self.has_twin):
+            if self.has_twin:  # the connection before is gone, which the door sees a little later
+                asyncio.get_running_loop().call_later(0.3, self.open[-1].gone.set)
             self.open.append(self._connect(self.body, 1))
-        else:
+        elif fault != "retry":
             self.says_retry = fault == "disconnect"
             for connection in self.open:
                 connection.gone.set()
@@ -125,8 +128,7 @@ class Program:
     doors: dict[str, Door] = {}  # noqa: RUF012
     alive: list[Program] = []  # noqa: RUF012
     may_fail: set[int] = set()  # noqa: RUF012
-    """Rows of programs that something harmful has happened to: also if one of two equal requests was lost or tried again,
-    since either reply may then come to it."""
+    """Rows of programs that something harmful has happened to."""
     num_lives = 0
 
     def __init__(self, row: Any, variables: Any) -> None:
@@ -158,7 +160,7 @@ class Program:
     def suffer(self, fault: str, number: int) -> None:
         """Have something happen to the program or to its client: to one of its requests, or to all."""
         self.hangs, self.exits = self.hangs or fault == "hang", self.exits or fault == "exit"
-        if fault in HARMFUL or any(asking.has_twin for asking in self.asking):
+        if fault in HARMFUL:
             self.may_fail.add(self._row)
         if fault in ("retry", "disconnect", "forget") and self.asking:
             for asking in self.asking if number % 2 else [self.asking[number // 2 % len(self.asking)]]:

@@ -23,7 +23,6 @@ Command = Callable[[EngineCore], list[Output] | None]
 Deliver = Callable[[list[Output]], None]
 Fail = Callable[[list[str], RolloverError], None]
 _Executed = tuple[list[Output] | None, asyncio.Future[None], Exception | None]
-"""Outputs of a command, its future and its error."""
 
 
 class CoreLoop(Protocol):

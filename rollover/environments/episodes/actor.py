@@ -8,28 +8,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollover.environments.episodes.agent import AgentConfig
-from rollover.environments.episodes.agents import AgentActor, AgentSource, ConversationWriter
+from rollover.environments.episodes.agents import AgentActor, SourceEnvironment
 from rollover.environments.episodes.base import EnvironmentSettings, Messages
 from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import DataError, RewardError
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
-
-
-class SourceEnvironment(NamedTuple):
-    """The environment of a source of prompts, and how its answers are written out.
-
-    Example: ``SourceEnvironment(ToolsConfig(functions=("mine:calc",)), writer, max_new_tokens=512)``
-    """
-
-    config: EnvironmentSettings
-    writer: ConversationWriter
-    max_new_tokens: int
-    """Tokens of an episode, sampled and observed."""
-    must_post_reward: bool = False
-    """True if an agent's program has to post its reward."""
 
 
 class EpisodeActor:
@@ -43,16 +29,15 @@ class EpisodeActor:
     ``Observation`` whose text is ``"46"``.
     """
 
-    def __init__(self, environments: Mapping[str, SourceEnvironment], tokenizer: Any, *, seed: int) -> None:
+    def __init__(self, environments: Mapping[str, SourceEnvironment[Any]], tokenizer: Any, *, seed: int) -> None:
         self._environments = environments
         self._tokenizer = tokenizer
         self._seed = seed
         self._hosts: dict[str, list[EpisodeProcess]] = {}
         self._of_source: dict[str, list[EpisodeProcess]] = {}
-        agents = {}
-        for source, (config, writer, limit, must_post_reward) in environments.items():
-            if isinstance(config, AgentConfig):
-                agents[source] = AgentSource(config, writer, limit, must_post_reward)
+        agents = {name: found for name, found in environments.items() if isinstance(found.config, AgentConfig)}
+        for source, (config, *_) in environments.items():
+            if source in agents:
                 continue
             settings = asdict(config)
             hosts = self._hosts.setdefault(
@@ -63,7 +48,6 @@ class EpisodeActor:
         self._agents = AgentActor(agents, tokenizer)
         self._open: dict[SampleId, EpisodeProcess] = {}
         """Episodes that a process may hold."""
-        self._leaving: set[asyncio.Task[None]] = set()
 
     def turn_limit(self, prompt: Prompt) -> int | None:
         found = self._environments.get(prompt.source)
@@ -102,9 +86,7 @@ class EpisodeActor:
     def leave(self, sample_id: SampleId) -> None:
         self._agents.leave(sample_id)
         if (host := self._open.pop(sample_id, None)) is not None:
-            task = asyncio.ensure_future(host.forget(str(sample_id)))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            host.forget(str(sample_id))
 
     async def close(self) -> None:
         await self._agents.close()
@@ -115,19 +97,21 @@ class EpisodeActor:
         sample_id, prompt = trajectory.sample_id, trajectory.prompt
         hosts = self._of_source[prompt.source]
         host = hosts[(sample_id.group + sample_id.index) % len(hosts)]
-        turn: dict[str, Any] = {"key": str(sample_id), "num_turns": len(earlier), "action": self._action(turn_ids)}
-        past: dict[str, Any] = {}
+        turn = {"key": str(sample_id), "num_turns": len(earlier), "action": self._action(turn_ids)}
+
+        def past() -> dict[str, Any]:
+            observations = trajectory.observations
+            given = zip(earlier, observations, strict=True)
+            return {
+                "row": prompt.columns,
+                "seed": environment_seed(self._seed, prompt),
+                "history": [(self._action(ids), {"text": o.text, "reward": o.reward}) for ids, o in given],
+                "state": observations[-1].state if observations else "",
+            }
+
         if config.has_state:
             self._open[sample_id] = host
-            turn |= {"row": prompt.columns, "seed": environment_seed(self._seed, prompt)}
-            observations = trajectory.observations
-            past["history"] = [
-                (self._action(ids), {"text": observation.text, "reward": observation.reward})
-                for ids, observation in zip(earlier, observations, strict=True)
-            ]
-            if observations:
-                past["state"] = observations[-1].state
-        return await host.answer(turn, past, config.turn_timeout_s)
+        return await host.answer(turn if earlier or not config.has_state else turn | past(), past)
 
     def _action(self, turn_ids: Sequence[int]) -> dict[str, Any]:
         text = self._tokenizer.decode(list(turn_ids), skip_special_tokens=True)

@@ -11,56 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollover.environments.child import Child
 from rollover.environments.episodes.agent import AgentConfig
-from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, record_of, reply_to
+from rollover.environments.episodes.base import EnvironmentSettings
+from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, reply_to
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
 from rollover.environments.keeper import describe_exit
-from rollover.errors import DataError, RewardError
+from rollover.errors import RewardError
 from rollover.types import FinishReason, Observation, SampleId, Trajectory
 
+Settings = TypeVar("Settings", bound=EnvironmentSettings)
 
-class ConversationWriter(Protocol):
-    """Writes messages out in tokens, up to the beginning of the model's next turn.
 
-    Example: ``begin(messages, (), {})`` returns the tokens of a prompt that a program has written, and
-    ``write([{"role": "tool", "content": "46"}], 7, {})`` those that follow a turn: ``(19, 6, 12)``, say. ``last_id`` is
-    the last token of the turn, which is not written a second time if it is the marker that ends a turn.
+class SourceEnvironment(NamedTuple, Generic[Settings]):
+    """The environment of a source of prompts, and how its answers are written out.
+
+    Example: ``SourceEnvironment(ToolsConfig(functions=("mine:calc",)), writer, max_new_tokens=512)``
     """
 
-    def begin(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]
-    ) -> tuple[int, ...]: ...
-
-    def write(
-        self,
-        messages: Messages,
-        last_id: int,
-        columns: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> tuple[int, ...]: ...
-
-
-class AgentSource(NamedTuple):
-    """A source whose episodes are those of a program.
-
-    Example: ``AgentSource(AgentConfig(command=("python", "agent.py")), writer, max_new_tokens=512)``
-    """
-
-    config: AgentConfig
-    writer: ConversationWriter
+    config: Settings
+    writer: Any
+    """Writes messages out in tokens, as ``rollover.tasks.episodes.AnswerWriter`` does."""
     max_new_tokens: int
     """Tokens of an episode, sampled and observed."""
     must_post_reward: bool = False
-    """True if what the program posts is its reward."""
+    """True if an agent's program has to post its reward."""
 
     def write(self, columns: Mapping[str, Any], new: Messages, tools: Any, last_id: int | None) -> tuple[int, ...]:
         """Write messages out behind a turn that ended with ``last_id``, or as a prompt. Raises ``DataError``."""
@@ -136,7 +119,7 @@ class AgentActor:
     ``Observation`` whose tokens are those of the prompt ``"12+34?"``.
     """
 
-    def __init__(self, sources: Mapping[str, AgentSource], tokenizer: Any) -> None:
+    def __init__(self, sources: Mapping[str, SourceEnvironment[AgentConfig]], tokenizer: Any) -> None:
         self._sources = sources
         self._tokenizer = tokenizer
         self._readers = {name: call_reader(source.config.parser) for name, source in sources.items()}
@@ -162,14 +145,8 @@ class AgentActor:
             if source.must_post_reward and observation.reward is None:
                 raise RewardError("the program ended without a reward (POST /v1/reward)")
             return observation
-        request, latest = asked.request, trajectory.num_turns - 1
-        parent, new, tools = life.guest.origin(request)
-        try:
-            last_id = trajectory.turns[parent][-1] if parent else None
-            ids = source.write(prompt.columns, new, request.tools, last_id)
-        except DataError as error:
-            raise RewardError(str(error)) from None
-        size = len(trajectory.before(parent)) + len(trajectory.turns[parent]) + len(ids)
+        parent, latest = asked.parent, trajectory.num_turns - 1
+        size = len(trajectory.before(parent)) + len(trajectory.turns[parent]) + len(asked.token_ids)
         refusal = ""
         if latest >= source.config.max_turns:
             refusal = f"the episode has had its {source.config.max_turns} turns (environment.max_turns)"
@@ -180,7 +157,7 @@ class AgentActor:
         if not refusal:
             life.guest.take(asked, latest + 1)
             branch = None if parent == latest else parent
-            return Observation(ids, record_of(new, tools), start_s=now_s, parent=branch)
+            return Observation(asked.token_ids, asked.record, start_s=now_s, parent=branch)
         if latest == 0:
             raise RewardError(f"its first request cannot be answered: {refusal} (max_new_tokens)")
         await self._refuse(life, refusal, source.config.turn_timeout_s)
@@ -200,8 +177,10 @@ class AgentActor:
         await asyncio.gather(*self._leaving)
         await self._door.close()
 
-    async def _start(self, sample_id: SampleId, source: AgentSource, row: Mapping[str, Any]) -> _Life:
-        guest, config = Guest(check=partial(source.write, row)), source.config
+    async def _start(
+        self, sample_id: SampleId, source: SourceEnvironment[AgentConfig], row: Mapping[str, Any]
+    ) -> _Life:
+        guest, config = Guest(write=partial(source.write, row)), source.config
         key = self._door.let_in(guest)
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))  # a proxy is not for this address
         variables = dict(os.environ) | {"NO_PROXY": direct, "no_proxy": direct}
@@ -234,12 +213,12 @@ class AgentActor:
             if (turn := asked_again()) is None:
                 was = "ended" if life.exited.done() else "asked nothing"
                 if guest.waiting:
-                    was = f"added {record_of(*guest.origin(guest.waiting[0].request)[1:])!r:.120}"
+                    was = f"added {guest.waiting[0].record!r:.120}"
                 raise RewardError(
                     f"started again, the program {was} at request {missing[0]}, where it had added"
                     f" {recorded[missing[0] - 1]!r:.120}: its requests must depend on row and replies alone"
                 )
-            guest.answer(turn, partial(self._reply, trajectory, turn))
+            guest.answer(turn, partial(self._reply, trajectory, turn), trajectory.turns[turn][-1])
         return await life.next_request(config.turn_timeout_s)
 
     def _reply(self, trajectory: Trajectory, turn: int, request: ChatRequest) -> ChatReply:

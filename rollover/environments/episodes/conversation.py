@@ -121,11 +121,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def begins(messages: Messages, earlier: Messages) -> bool:
-    """Return whether a conversation begins with an earlier one."""
-    return messages[: len(earlier)] == earlier
-
-
 def record_of(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     """Return what a request adds to the conversation, as the journal has it.
 

@@ -36,6 +36,7 @@ _BACKLOG = 2048
 _IDLE_S = 3600
 """Seconds that a connection may be idle: a tool may take long between two requests."""
 _LEAVE_S = 1
+"""Seconds in which a connection that is left is seen to be gone."""
 
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
@@ -121,9 +122,12 @@ class Door:
                     guest.reward = _reward(body)
                     await _send(send, 200, {"reward": guest.reward})
                     return
-                request = read_request(body)
-                retries = headers.get(b"x-stainless-retry-count", b"0")
-                asked = guest.ask(request, is_retry=retries.strip() not in (b"", b"0"))
+                request, loop = read_request(body), asyncio.get_running_loop()
+                is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"", b"0")
+                until_s = loop.time() + _LEAVE_S
+                while is_retry and guest.is_unclear(request) and loop.time() < until_s:
+                    await asyncio.sleep(0.01)
+                asked = guest.ask(request, is_retry=is_retry)
             except (RefusedRequest, DataError) as error:
                 await _send(send, 400, _error(error))
                 return

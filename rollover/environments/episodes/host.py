@@ -1,19 +1,20 @@
 """Processes that hold environments, seen from the run: which process answers a turn, and what happens when one dies.
 
-An episode has its process, which answers its turns in order and may answer those of other episodes meanwhile. A turn
-that is late fails its sample; the other turns are answered to their end while a new process takes new turns. If the
-process dies while several turns are being answered, or one of them lets it do nothing else, nobody knows whose fault it
-is: each of them is then tried once more, alone. A turn that fails alone fails its sample. No other sample ever fails
-with it, since a lost episode is repeated from its record.
+An episode has its process. One that answers a turn at a time is sent all turns as they come, so that it never waits for
+the run; if a turn is late, counted from the answer before it, or the process dies, the first unanswered turn fails its
+sample, and a new process gets the others. Where several turns are answered at the same time, a turn that is late fails
+its sample; the others are answered to their end while a new process takes new turns. If that process dies, or one turn
+lets it do nothing else, nobody knows whose fault it is: each is then tried once more, alone. A turn that fails alone
+fails its sample. No other sample ever fails with it, since a lost episode is repeated from its record.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from rollover.environments.child import Child
@@ -32,6 +33,7 @@ class _WorkerLife:
     child: Child
     asked: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     listening: asyncio.Task[None] = field(init=False)
+    timer: asyncio.TimerHandle | None = None
 
 
 class EpisodeProcess:
@@ -45,6 +47,9 @@ class EpisodeProcess:
     def __init__(self, environment: dict[str, Any], concurrency: int) -> None:
         self._environment = environment
         self._concurrency = concurrency
+        self._timeout_s: float = environment["turn_timeout_s"]
+        self._late = f"it took more than {self._timeout_s:g} s (environment.turn_timeout_s)"
+        self._is_serial = concurrency == 1
         self._room = asyncio.Semaphore(concurrency)
         self._alone = asyncio.Lock()
         self._starting = asyncio.Lock()
@@ -54,72 +59,85 @@ class EpisodeProcess:
         self._numbers = count()
         self._closed = False
 
-    async def answer(self, turn: dict[str, Any], past: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a turn. ``past``: what is added to it if the process does not have the episode.
+    async def answer(self, turn: dict[str, Any], past: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the answer to a turn. ``past`` returns what is added to it if the process does not have the episode.
 
         Raises:
             RewardError: it failed, was late, or ended the process.
         """
-        async with self._room:
+        failure = ""
+        for room in repeat(nullcontext()) if self._is_serial else (self._room, self._all_room()):
             try:
-                return await self._answer(turn, past, timeout_s)
-            except (TimeoutError, _Died) as error:
-                if self._concurrency == 1:
-                    raise _final(error, timeout_s) from None
-        async with self._all_room():
-            try:
-                return await self._answer(turn, past, timeout_s)
-            except (TimeoutError, _Died) as error:
-                raise _final(error, timeout_s) from None
+                async with room:
+                    return await self._answer(turn, past)
+            except _Lost as lost:
+                failure = str(lost)
+        raise RewardError(failure)
 
-    async def forget(self, key: str) -> None:
+    def forget(self, key: str) -> None:
         """Close an episode."""
         if self._life is not None:
-            await self._life.child.send({"forget": key})
+            self._life.child.send({"forget": key})
 
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(*(self._end(life) for life in self._lives))
 
-    async def _answer(self, turn: dict[str, Any], past: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def _answer(self, turn: dict[str, Any], past: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         life = await self._started()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if self._is_serial else self._timeout_s):
                 answer = await self._ask(life, turn)
                 if answer.pop("missing", False):
-                    answer = await self._ask(life, turn | past)
-        except TimeoutError as error:
-            if self._concurrency > 1 and turn["key"] in await self._at_work(life):
+                    answer = await self._ask(life, turn | past())
+        except TimeoutError:
+            if turn["key"] in await self._at_work(life):
                 self._retire(life)
-                raise _final(error, timeout_s) from None
+                raise RewardError(self._late) from None
             await asyncio.shield(self._end(life))
-            raise
-        except asyncio.CancelledError:
-            if self._concurrency == 1:  # otherwise the next turn would wait for this one
-                await asyncio.shield(self._end(life))
-            raise
+            raise _Lost(self._late) from None
         if "failure" in answer:
             ScoringResult(**answer).rewards()
         return answer
 
     async def _at_work(self, life: _WorkerLife) -> Collection[str]:
         """Return the episodes whose turns are being answered; none if a turn lets the process do nothing else."""
-        with suppress(TimeoutError, _Died):
+        with suppress(TimeoutError, _Lost):
             async with asyncio.timeout(_RESPONSE_S):
-                found: list[str] = (await self._ask(life, {}))["at_work"]
-                return found
+                return tuple((await self._ask(life, {}))["at_work"])
         return ()
 
     async def _ask(self, life: _WorkerLife, message: dict[str, Any]) -> dict[str, Any]:
+        if self._is_serial and life is not self._life:
+            raise _Lost
         number = next(self._numbers)
         answer = life.asked[number] = asyncio.get_running_loop().create_future()
+        life.child.send({"id": number, **message})
+        if self._is_serial and len(life.asked) == 1:
+            self._watch(life)
         try:
-            await life.child.send({"id": number, **message})
             return await answer
         finally:
-            del life.asked[number]
-            if life is not self._life:
-                self._retire(life)
+            if not self._is_serial:  # which is asked until it is answered, even if nobody waits for that any more
+                life.asked.pop(number, None)
+                if life is not self._life:
+                    self._retire(life)
+
+    def _watch(self, life: _WorkerLife) -> None:
+        """Begin the time of the first turn that is not answered."""
+        if life.timer is not None:
+            life.timer.cancel()
+        later = asyncio.get_running_loop().call_later
+        life.timer = later(self._timeout_s, self._give_up, life, self._late) if life.asked else None
+
+    def _give_up(self, life: _WorkerLife, reason: str) -> None:
+        """End a process, by the fault of its first turn if it answers one at a time."""
+        if self._life is life:
+            self._life = None
+        for place, answer in enumerate(life.asked.values()):
+            if not answer.done():
+                answer.set_exception((RewardError if self._is_serial and not place else _Lost)(reason))
+        life.child.end()
 
     def _retire(self, life: _WorkerLife) -> None:
         """Give a process no new turns, and end it once the others are answered."""
@@ -129,6 +147,8 @@ class EpisodeProcess:
             life.child.end()
 
     async def _started(self) -> _WorkerLife:
+        if self._life is not None:
+            return self._life
         async with self._starting:
             if self._closed:
                 raise RewardError("the run has ended")
@@ -144,15 +164,15 @@ class EpisodeProcess:
         try:
             while True:
                 message = await life.child.receive()
-                answer = life.asked.get(message.pop("id", -1))
+                answer = life.asked.pop(message.pop("id", -1), None)
+                if self._is_serial:
+                    self._watch(life)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         except RewardError as error:
-            if self._life is life:
-                self._life = None
-            for answer in life.asked.values():
-                if not answer.done():
-                    answer.set_exception(_Died(str(error)))
+            self._give_up(life, str(error))
+            if life.timer is not None:
+                life.timer.cancel()
             await life.child.end()
             self._lives.discard(life)
 
@@ -177,11 +197,5 @@ class EpisodeProcess:
                     self._room.release()
 
 
-class _Died(Exception):
-    """The process has died while it answered."""
-
-
-def _final(error: Exception, timeout_s: float) -> RewardError:
-    if isinstance(error, TimeoutError):
-        return RewardError(f"it took more than {timeout_s:g} s (environment.turn_timeout_s)")
-    return RewardError(str(error))
+class _Lost(Exception):
+    """The process has ended, and maybe by another turn's fault."""

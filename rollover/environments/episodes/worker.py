@@ -13,11 +13,10 @@ import json
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +44,7 @@ class _Held:
 
     live: LiveEpisode
     randomness: _Randomness
+    seed: int
     num_turns: int = 0
     """Number of turns that it has answered."""
 
@@ -72,11 +72,11 @@ class Holder:
             if held is None:
                 return {"missing": True}
             if self._config.keeps_state:  # the state of the generators is no part of it
-                held.randomness = _Randomness(request["seed"] + held.num_turns + 1)
-            with held.randomness.own():
-                answer = _in_json(self._step(held.live, request["action"], held.num_turns))
-                held.num_turns += 1
-                return answer | {"state": self._state(held.live)} if not answer["done"] else answer
+                held.randomness = _Randomness(held.seed + held.num_turns + 1)
+            held.randomness.take_over()
+            answer = _in_json(self._step(held.live, request["action"], held.num_turns))
+            held.num_turns += 1
+            return answer | {"state": self._state(held.live)} if not answer["done"] else answer
         except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the user's code
             self.forget(request["key"])
             return asdict(failed(error))
@@ -90,6 +90,7 @@ class Holder:
     def forget(self, key: str) -> None:
         """Close an episode if it is here."""
         if (held := self._held.pop(key, None)) is not None:
+            held.randomness.take_over()
             try:
                 held.live.close()
             except Exception as error:
@@ -106,12 +107,12 @@ class Holder:
         if request["num_turns"] and "history" not in request:
             return None
         randomness = _Randomness(request["seed"])
-        with randomness.own():
-            live = self._config.begin(request["row"], request["seed"], request.get("state", ""))
-            held = self._held[request["key"]] = _Held(live, randomness, request["num_turns"])
-            if self._config.recovers_by == "replay":
-                for number, (action, recorded) in enumerate(request.get("history", ())):
-                    self._repeat(live, number, action, recorded)
+        randomness.take_over()
+        live = self._config.begin(request["row"], request["seed"], request.get("state", ""))
+        held = self._held[request["key"]] = _Held(live, randomness, request["seed"], request["num_turns"])
+        if self._config.recovers_by == "replay":
+            for number, (action, recorded) in enumerate(request.get("history", ())):
+                self._repeat(live, number, action, recorded)
         return held
 
     def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
@@ -131,28 +132,26 @@ class Holder:
 class _Randomness:
     """Global random numbers of one episode: those of ``random`` and NumPy."""
 
+    _in_use: ClassVar[_Randomness | None] = None
+
     def __init__(self, seed: int) -> None:
-        self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self._state = random.Random(seed).getstate()
+        self._numpy = np.random.MT19937(seed)
 
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Draw from the episode's own states within this context."""
-        before = random.getstate(), np.random.get_state()
-        _set(self._states)
-        try:
-            yield
-        finally:
-            self._states = random.getstate(), np.random.get_state()
-            _set(before)
-
-
-def _set(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    def take_over(self) -> None:
+        """Have everything drawn from these numbers from now on; those of the episode before stay as it left them."""
+        before = _Randomness._in_use
+        if before is self:
+            return
+        if before is not None:
+            before._state = random.getstate()
+        random.setstate(self._state)
+        np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        _Randomness._in_use = self
 
 
 def _in_json(answer: Outcome) -> dict[str, Any]:
-    return asdict(answer) | {"text": answer.text}
+    return {"messages": answer.messages, "done": answer.done, "reward": answer.reward, "text": answer.text}
 
 
 def main() -> None:

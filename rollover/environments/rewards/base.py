@@ -208,7 +208,6 @@ class RemoteReward(Reward, Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
 class GroupReward(Protocol):
     """Turns all responses of a group into a finite number each.
 

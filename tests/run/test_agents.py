@@ -10,6 +10,7 @@ import pytest
 
 from rollover import cli
 from rollover.rollout.events import Observed, SampleFailed
+from rollover.run.loading import find
 from rollover.types import FinishReason, Trajectory
 from tests import runs
 from tests.kills import CLIENT
@@ -143,6 +144,26 @@ def test_a_program_that_asks_otherwise_after_a_kill_fails_its_sample(agent: Path
     assert processes.run("train", "--resume", "out").code == 0
     reasons = [event.reason for event in runs.events(Path("out")) if isinstance(event, SampleFailed)]
     assert reasons and all('started again, the program added \'{"messages"' in reason for reason in reasons)
+
+
+def test_the_program_of_the_documentation_is_trained_on_the_packaged_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_draws: None
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "agents.md"
+    program = page.read_text().partition("```python\n")[2].partition("```")[0]
+    assert "from openai import" in program and len(program.splitlines()) <= 30
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(program)
+    config = find("agent").read_text().partition("[[tasks.train]]")[2].partition("[[tasks.eval]]")[0]
+    command = f'command = ["{sys.executable}", "agent.py"]'
+    config = config.replace('function = "rollover.tasks.calculator_agent:solve"', command)
+    assert command in config
+    sizes = "[sft]\nnum_steps = 300\n[rollout]\nrollout_batch_size = 2\ngroup_size = 2\n[eval]\nnum_prompts = 1\n"
+    Path("run.toml").write_text(f'extends = "agent"\nsteps = 2\n{sizes}[[tasks.train]]{config}')
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--logging.progress", "off"]) == 0
+    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    assert len(trained) == 8 and runs.ledger(Path("out")).num_failed == 0
+    assert max(t.num_turns for t in trained) > 2, "the calculator is used"
 
 
 def test_branches_are_trained_once_each_and_survive_a_kill(agent: Path, processes: Processes) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import pytest
@@ -60,6 +61,15 @@ def tokens(chunks: list[Chunk]) -> tuple[int, ...]:
     return tuple(t for c in chunks for t in c.token_ids)
 
 
+async def update(engine: WeightTarget, source: WeightSource) -> None:
+    """Give an engine new weights; whatever becomes of them, it goes on."""
+    await engine.pause()
+    try:
+        await engine.load(source.manifest.version, source)
+    finally:
+        await engine.resume()
+
+
 def assert_wellformed(chunks: list[Chunk]) -> None:
     """What holds for every finished stream."""
     assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -69,6 +79,16 @@ def assert_wellformed(chunks: list[Chunk]) -> None:
     versions = [c.policy_version for c in chunks]
     assert versions == sorted(versions)
     assert all(c.num_prefilled_tokens == 0 for c in chunks[1:])
+
+
+def law(body: Callable[[Any, FullEngine], Awaitable[None]]) -> Callable[[EngineContract], None]:
+    """Make a test of a coroutine that takes the engine."""
+
+    def test(self: EngineContract) -> None:
+        self.run(partial(body, self))
+
+    test.__name__ = body.__name__  # type: ignore[attr-defined]
+    return test
 
 
 class EngineContract:
@@ -126,56 +146,47 @@ class EngineContract:
 
         (virtual_time.run if self.in_virtual_time else asyncio.run)(main())
 
-    def test_a_call_ends_with_one_finished_chunk_at_its_limit(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            chunks = await collect(engine, request("a"))
-            assert_wellformed(chunks)
-            assert chunks[-1].finish_reason is FinishReason.LENGTH
-            assert len(tokens(chunks)) == 12
-            assert engine.stats().decoded_tokens == 12
-            assert engine.stats().num_running == engine.stats().num_waiting == 0
+    @law
+    async def test_a_call_ends_with_one_finished_chunk_at_its_limit(self, engine: FullEngine) -> None:
+        chunks = await collect(engine, request("a"))
+        assert_wellformed(chunks)
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert len(tokens(chunks)) == 12
+        assert engine.stats().decoded_tokens == 12
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
 
-        self.run(law)
+    @law
+    async def test_tokens_come_with_the_kept_sets_that_a_call_wants_and_no_others(self, engine: FullEngine) -> None:
+        assert all(not c.kept for c in await collect(engine, request("a", top_k=3)))
+        if not self.gives_kept:
+            return
+        whole = await collect(engine, request("b", top_k=3, top_p=0.9, returns_kept=True))
+        rest = await collect(engine, request("c", response_ids=tokens(whole)[:5], top_k=2, returns_kept=True))
+        for chunks, most in ((whole, 3), (rest, 2)):
+            kept = tuple(k for c in chunks for k in c.kept)
+            check_kept(kept, tokens(chunks))
+            counts, _ = decode_kept(kept)
+            assert 1 <= counts.min() <= counts.max() <= most
+            logprobs = [p for c in chunks for p in c.logprobs]
+            assert all(p == 0 for p, count in zip(logprobs, counts, strict=True) if count == 1)
 
-    def test_tokens_come_with_the_kept_sets_that_a_call_wants_and_no_others(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            assert all(not c.kept for c in await collect(engine, request("a", top_k=3)))
-            if not self.gives_kept:
-                return
-            whole = await collect(engine, request("b", top_k=3, top_p=0.9, returns_kept=True))
-            rest = await collect(engine, request("c", response_ids=tokens(whole)[:5], top_k=2, returns_kept=True))
-            for chunks, most in ((whole, 3), (rest, 2)):
-                kept = tuple(k for c in chunks for k in c.kept)
-                check_kept(kept, tokens(chunks))
-                counts, _ = decode_kept(kept)
-                assert 1 <= counts.min() <= counts.max() <= most
-                logprobs = [p for c in chunks for p in c.logprobs]
-                assert all(p == 0 for p, count in zip(logprobs, counts, strict=True) if count == 1)
+    @law
+    async def test_the_limit_counts_the_whole_response(self, engine: FullEngine) -> None:
+        chunks = await collect(engine, request("a", response_ids=(8, 9, 8, 9, 8)))
+        assert len(tokens(chunks)) == 7
+        assert chunks[0].num_prefilled_tokens in (4, 5)  # the last one need not be in the cache
+        with pytest.raises(EngineError):
+            await collect(engine, request("b", max_new_tokens=2, response_ids=(8, 9)))
 
-        self.run(law)
-
-    def test_the_limit_counts_the_whole_response(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            chunks = await collect(engine, request("a", response_ids=(8, 9, 8, 9, 8)))
-            assert len(tokens(chunks)) == 7
-            assert chunks[0].num_prefilled_tokens in (4, 5)  # the last one need not be in the cache
-            with pytest.raises(EngineError):
-                await collect(engine, request("b", max_new_tokens=2, response_ids=(8, 9)))
-
-        self.run(law)
-
-    def test_the_stop_token_is_the_last_token(self) -> None:
+    @law
+    async def test_the_stop_token_is_the_last_token(self, engine: FullEngine) -> None:
         """Greedy: with another draw the second call might never meet it."""
-
-        async def law(engine: FullEngine) -> None:
-            free = tokens(await collect(engine, request("a", max_new_tokens=40, temperature=0.0)))
-            stop = next(t for i, t in enumerate(free) if t not in free[:i] and i >= 3)
-            chunks = await collect(engine, request("b", max_new_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
-            assert_wellformed(chunks)
-            assert chunks[-1].finish_reason is FinishReason.STOP
-            assert tokens(chunks) == free[: free.index(stop) + 1]
-
-        self.run(law)
+        free = tokens(await collect(engine, request("a", max_new_tokens=40, temperature=0.0)))
+        stop = next(t for i, t in enumerate(free) if t not in free[:i] and i >= 3)
+        chunks = await collect(engine, request("b", max_new_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
+        assert_wellformed(chunks)
+        assert chunks[-1].finish_reason is FinishReason.STOP
+        assert tokens(chunks) == free[: free.index(stop) + 1]
 
     def test_a_stop_string_ends_the_response_at_its_token_also_over_a_cut(self) -> None:
         if self.text(()) is None:
@@ -196,130 +207,110 @@ class EngineContract:
 
         self.run(law)
 
-    def test_abort_returns_once_the_final_chunks_are_on_the_streams(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            chunks = [await anext(stream)]
-            await engine.abort(["a#0"])
-            assert engine.stats().num_running == engine.stats().num_waiting == 0
-            chunks += [c async for c in stream]
-            assert_wellformed(chunks)
-            assert chunks[-1].finish_reason is FinishReason.ABORT
-            assert 1 <= len(tokens(chunks)) < self.endless
-            assert engine.stats().decoded_tokens == len(tokens(chunks))
+    @law
+    async def test_abort_returns_once_the_final_chunks_are_on_the_streams(self, engine: FullEngine) -> None:
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        chunks = [await anext(stream)]
+        await engine.abort(["a#0"])
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+        chunks += [c async for c in stream]
+        assert_wellformed(chunks)
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert 1 <= len(tokens(chunks)) < self.endless
+        assert engine.stats().decoded_tokens == len(tokens(chunks))
 
-        self.run(law)
+    @law
+    async def test_abort_leaves_the_others_alone(self, engine: FullEngine) -> None:
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        await anext(stream)
+        await engine.abort(["a#0"])
+        assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
+        chunks = await other
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert len(tokens(chunks)) == LONG
 
-    def test_abort_leaves_the_others_alone(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            await anext(stream)
-            await engine.abort(["a#0"])
-            assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
-            chunks = await other
-            assert chunks[-1].finish_reason is FinishReason.LENGTH
-            assert len(tokens(chunks)) == LONG
+    @law
+    async def test_aborting_nothing_unknown_twice_or_the_finished_is_no_error(self, engine: FullEngine) -> None:
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        await anext(stream)
+        await engine.abort([])
+        await engine.abort(["nobody", "a"])
+        assert engine.stats().num_running == 1
+        await engine.abort(["a#0", "a#0"])
+        await engine.abort(["a#0"])
+        assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
+        await collect(engine, request("b"))
+        await engine.abort(["b#0"])
 
-        self.run(law)
+    @law
+    async def test_abort_before_the_first_token_gives_an_empty_final_chunk(self, engine: FullEngine) -> None:
+        await engine.pause()
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
+        await asyncio.sleep(0)
+        await engine.abort(["a#0"])
+        chunks = await call
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert self.decodes_through_updates or [c.token_ids for c in chunks] == [()]
+        await engine.resume()
+        assert len(tokens(await collect(engine, request("a", call=1)))) == 12
 
-    def test_aborting_nothing_unknown_twice_or_the_finished_is_no_error(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            await anext(stream)
-            await engine.abort([])
-            await engine.abort(["nobody", "a"])
-            assert engine.stats().num_running == 1
-            await engine.abort(["a#0", "a#0"])
-            await engine.abort(["a#0"])
-            assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
-            await collect(engine, request("b"))
-            await engine.abort(["b#0"])
+    @law
+    async def test_closing_the_iterator_aborts_the_call(self, engine: FullEngine) -> None:
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await engine.abort(["a#0"])
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+        assert engine.stats().decoded_tokens < self.endless
 
-        self.run(law)
+    @law
+    async def test_cancelling_the_caller_aborts_the_call(self, engine: FullEngine) -> None:
+        caller = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
+        while engine.stats().decoded_tokens == 0:
+            await asyncio.sleep(0.001)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await engine.abort(["a#0"])
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+        assert engine.stats().decoded_tokens < self.endless
+        assert len(tokens(await collect(engine, request("b")))) == 12
 
-    def test_abort_before_the_first_token_gives_an_empty_final_chunk(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            await engine.pause()
-            call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
-            await asyncio.sleep(0)
-            await engine.abort(["a#0"])
-            chunks = await call
-            assert chunks[-1].finish_reason is FinishReason.ABORT
-            assert self.decodes_through_updates or [c.token_ids for c in chunks] == [()]
-            await engine.resume()
-            assert len(tokens(await collect(engine, request("a", call=1)))) == 12
+    @law
+    async def test_many_calls_at_once_are_all_answered(self, engine: FullEngine) -> None:
+        calls = [
+            request(f"r{i}", prompt_ids=(i % 50 + 2, 5), seed=i, max_new_tokens=2) for i in range(self.num_at_once)
+        ]
+        answers = await asyncio.gather(*(collect(engine, call) for call in calls))
+        assert all(chunks[-1].finish_reason is FinishReason.LENGTH for chunks in answers)
+        assert [len(tokens(chunks)) for chunks in answers] == [2] * self.num_at_once
 
-        self.run(law)
-
-    def test_closing_the_iterator_aborts_the_call(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
-            await engine.abort(["a#0"])
-            assert engine.stats().num_running == engine.stats().num_waiting == 0
-            assert engine.stats().decoded_tokens < self.endless
-
-        self.run(law)
-
-    def test_cancelling_the_caller_aborts_the_call(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            caller = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
-            while engine.stats().decoded_tokens == 0:
-                await asyncio.sleep(0.001)
-            caller.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await caller
-            await engine.abort(["a#0"])
-            assert engine.stats().num_running == engine.stats().num_waiting == 0
-            assert engine.stats().decoded_tokens < self.endless
-            assert len(tokens(await collect(engine, request("b")))) == 12
-
-        self.run(law)
-
-    def test_many_calls_at_once_are_all_answered(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            calls = [
-                request(f"r{i}", prompt_ids=(i % 50 + 2, 5), seed=i, max_new_tokens=2) for i in range(self.num_at_once)
-            ]
-            answers = await asyncio.gather(*(collect(engine, call) for call in calls))
-            assert all(chunks[-1].finish_reason is FinishReason.LENGTH for chunks in answers)
-            assert [len(tokens(chunks)) for chunks in answers] == [2] * self.num_at_once
-
-        self.run(law)
-
-    def test_a_request_id_is_used_once(self) -> None:
-        async def law(engine: FullEngine) -> None:
+    @law
+    async def test_a_request_id_is_used_once(self, engine: FullEngine) -> None:
+        await collect(engine, request("a"))
+        with pytest.raises(EngineError, match="a#0"):
             await collect(engine, request("a"))
-            with pytest.raises(EngineError, match="a#0"):
-                await collect(engine, request("a"))
 
-        self.run(law)
+    @law
+    async def test_a_context_that_is_too_long_names_the_sizes(self, engine: FullEngine) -> None:
+        limit = engine.capabilities.max_context_tokens
+        with pytest.raises(EngineError, match=str(limit + 1)):
+            await collect(engine, request("a", max_new_tokens=limit - 2))
 
-    def test_a_context_that_is_too_long_names_the_sizes(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            limit = engine.capabilities.max_context_tokens
-            with pytest.raises(EngineError, match=str(limit + 1)):
-                await collect(engine, request("a", max_new_tokens=limit - 2))
-
-        self.run(law)
-
-    def test_a_stopped_and_resumed_rollout_is_the_uninterrupted_one(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            if not engine.capabilities.seeded:
-                pytest.skip("the engine's sampling noise depends on batching")
-            whole = tokens(await collect(engine, request("whole", max_new_tokens=LONG)))
-            stream = engine.generate(request("cut", max_new_tokens=LONG))
-            head = [await anext(stream)]
-            await engine.abort(["cut#0"])
-            head += [c async for c in stream]
-            rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), call=1))
-            assert tokens(head) + tokens(rest) == whole
-            if engine.capabilities.keeps_kv_on_abort:
-                assert rest[0].num_prefilled_tokens == 0
-
-        self.run(law)
+    @law
+    async def test_a_stopped_and_resumed_rollout_is_the_uninterrupted_one(self, engine: FullEngine) -> None:
+        if not engine.capabilities.seeded:
+            pytest.skip("the engine's sampling noise depends on batching")
+        whole = tokens(await collect(engine, request("whole", max_new_tokens=LONG)))
+        stream = engine.generate(request("cut", max_new_tokens=LONG))
+        head = [await anext(stream)]
+        await engine.abort(["cut#0"])
+        head += [c async for c in stream]
+        rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), call=1))
+        assert tokens(head) + tokens(rest) == whole
+        if engine.capabilities.keeps_kv_on_abort:
+            assert rest[0].num_prefilled_tokens == 0
 
     def test_nothing_is_sampled_between_pause_and_resume(self) -> None:
         if self.decodes_through_updates:
@@ -344,82 +335,68 @@ class EngineContract:
 
         self.run(law)
 
-    def test_a_load_labels_every_later_token(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
-            await engine.pause()
-            await engine.load(3, self.new_weights(3))
-            await engine.resume()
-            assert engine.stats().policy_version == 3
-            later = replace(request("b"), least_version=3 if self.decodes_through_updates else 0)
-            chunks = await collect(engine, later)
-            assert {(c.policy_version, c.kv_version) for c in chunks} == {(3, 3)}
+    @law
+    async def test_a_load_labels_every_later_token(self, engine: FullEngine) -> None:
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
+        await update(engine, self.new_weights(3))
+        assert engine.stats().policy_version == 3
+        later = replace(request("b"), least_version=3 if self.decodes_through_updates else 0)
+        chunks = await collect(engine, later)
+        assert {(c.policy_version, c.kv_version) for c in chunks} == {(3, 3)}
 
-        self.run(law)
+    @law
+    async def test_a_running_call_goes_on_under_the_new_version(self, engine: FullEngine) -> None:
+        if not engine.capabilities.in_flight_update:
+            pytest.skip("the engine's calls end before a weight load")
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        chunks = [await anext(stream)]
+        while not chunks[-1].token_ids:
+            chunks.append(await anext(stream))
+        await update(engine, self.new_weights(1))
+        while not (chunks[-1].token_ids and chunks[-1].policy_version == 1):
+            chunks.append(await anext(stream))
+        await engine.abort(["a#0"])
+        chunks += [c async for c in stream]
+        assert_wellformed(chunks)
+        assert {c.policy_version for c in chunks if c.token_ids} == {0, 1}
+        assert len(tokens(await other)) == LONG
 
-    def test_a_running_call_goes_on_under_the_new_version(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            if not engine.capabilities.in_flight_update:
-                pytest.skip("the engine's calls end before a weight load")
-            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            chunks = [await anext(stream)]
-            while not chunks[-1].token_ids:
-                chunks.append(await anext(stream))
-            await engine.pause()
+    @law
+    async def test_a_refused_load_leaves_the_old_weights_in_force(self, engine: FullEngine) -> None:
+        before = await collect(engine, request("a"))
+        await engine.pause()
+        with pytest.raises(EngineError):
+            await engine.load(1, self.bad_weights())
+        await engine.resume()
+        after = await collect(engine, request("b"))
+        assert {c.policy_version for c in after} == {0}
+        if engine.capabilities.seeded:
+            assert tokens(after) == tokens(before)
+        await engine.pause()
+        await engine.load(2, self.new_weights(2))
+        with pytest.raises(EngineError, match="2"):
             await engine.load(1, self.new_weights(1))
-            await engine.resume()
-            while not (chunks[-1].token_ids and chunks[-1].policy_version == 1):
-                chunks.append(await anext(stream))
-            await engine.abort(["a#0"])
-            chunks += [c async for c in stream]
-            assert_wellformed(chunks)
-            assert {c.policy_version for c in chunks if c.token_ids} == {0, 1}
-            assert len(tokens(await other)) == LONG
+        await engine.resume()
+        assert engine.stats().policy_version == 2
 
-        self.run(law)
+    @law
+    async def test_adapters_beside_weights_that_are_not_there_are_refused(self, engine: FullEngine) -> None:
+        adapters: Any = self.new_weights(1)
+        adapters.manifest = replace(adapters.manifest, base_version=5)
+        await engine.pause()
+        with pytest.raises(EngineError, match="version 1 is given as adapters for version 5; publish the full"):
+            await engine.load(1, adapters)
+        await engine.resume()
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 
-    def test_a_refused_load_leaves_the_old_weights_in_force(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            before = await collect(engine, request("a"))
-            await engine.pause()
-            with pytest.raises(EngineError):
-                await engine.load(1, self.bad_weights())
-            await engine.resume()
-            after = await collect(engine, request("b"))
-            assert {c.policy_version for c in after} == {0}
-            if engine.capabilities.seeded:
-                assert tokens(after) == tokens(before)
-            await engine.pause()
-            await engine.load(2, self.new_weights(2))
-            with pytest.raises(EngineError, match="2"):
-                await engine.load(1, self.new_weights(1))
-            await engine.resume()
-            assert engine.stats().policy_version == 2
-
-        self.run(law)
-
-    def test_adapters_beside_weights_that_are_not_there_are_refused(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            adapters: Any = self.new_weights(1)
-            adapters.manifest = replace(adapters.manifest, base_version=5)
-            await engine.pause()
-            with pytest.raises(EngineError, match="version 1 is given as adapters for version 5; publish the full"):
-                await engine.load(1, adapters)
-            await engine.resume()
-            assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
-
-        self.run(law)
-
-    def test_close_ends_open_calls_with_abort(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            chunks = [await anext(stream)]
-            await engine.close()
-            chunks += [c async for c in stream]
-            assert_wellformed(chunks)
-            assert chunks[-1].finish_reason is FinishReason.ABORT
-            with pytest.raises(EngineError):
-                await collect(engine, request("b"))
-
-        self.run(law)
+    @law
+    async def test_close_ends_open_calls_with_abort(self, engine: FullEngine) -> None:
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        chunks = [await anext(stream)]
+        await engine.close()
+        chunks += [c async for c in stream]
+        assert_wellformed(chunks)
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineError):
+            await collect(engine, request("b"))

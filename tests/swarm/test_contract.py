@@ -21,7 +21,7 @@ from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.joining import work_for
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
-from tests.engine.contract import LONG, EngineContract, FullEngine, assert_wellformed, collect, request, tokens
+from tests.engine.contract import LONG, EngineContract, FullEngine, assert_wellformed, collect, law, request, tokens
 from tests.engine.embedded.test_experts import chosen, routes_of
 from tests.engine.models import EXPERTS, saved, tiny_model
 from tests.swarm.test_worker_real import ENGINE, swarm
@@ -83,31 +83,27 @@ class TestASwarmInPushPullMode(TestASwarmInPullMode):
     workers = ("a", "b")
     decodes_through_updates = True
 
-    def test_a_call_decodes_on_between_pause_and_resume(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.endless))
-            chunks = [await anext(stream)]
-            await engine.pause()
-            for _ in range(20):
-                chunks.append(await anext(stream))
-            late = await collect(engine, request("b"))
-            assert len(tokens(late)) == 12, "and others begin"
-            await engine.resume()
-            await engine.abort(["a#0"])
-            chunks += [c async for c in stream]
-            assert_wellformed(chunks)
+    @law
+    async def test_a_call_decodes_on_between_pause_and_resume(self, engine: FullEngine) -> None:
+        stream = engine.generate(request("a", max_new_tokens=self.endless))
+        chunks = [await anext(stream)]
+        await engine.pause()
+        for _ in range(20):
+            chunks.append(await anext(stream))
+        late = await collect(engine, request("b"))
+        assert len(tokens(late)) == 12, "and others begin"
+        await engine.resume()
+        await engine.abort(["a#0"])
+        chunks += [c async for c in stream]
+        assert_wellformed(chunks)
 
-        self.run(law)
-
-    def test_both_workers_decode(self) -> None:
-        async def law(engine: FullEngine) -> None:
-            room = ENGINE.max_running * len(self.workers)
-            assert cast(SwarmEngine, engine).placement.room() == room
-            calls = (collect(engine, request(f"c{i}", seed=i, max_new_tokens=LONG)) for i in range(room))
-            by = [{chunk.engine for chunk in chunks} for chunks in await asyncio.gather(*calls)]
-            assert all(len(names) == 1 for names in by) and set.union(*by) == {*self.workers}
-
-        self.run(law)
+    @law
+    async def test_both_workers_decode(self, engine: FullEngine) -> None:
+        room = ENGINE.max_running * len(self.workers)
+        assert cast(SwarmEngine, engine).placement.room() == room
+        calls = (collect(engine, request(f"c{i}", seed=i, max_new_tokens=LONG)) for i in range(room))
+        by = [{chunk.engine for chunk in chunks} for chunks in await asyncio.gather(*calls)]
+        assert all(len(names) == 1 for names in by) and set.union(*by) == {*self.workers}
 
 
 def test_workers_send_the_routes_of_their_engines(tmp_path: Path) -> None:

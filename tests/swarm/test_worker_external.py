@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.swarm.coordinator.engine import SwarmEngine
+from tests.engine.contract import update
 from tests.engine.models import saved, tiny_model
 from tests.engine.servers.scripted_server import ScriptedVLLM, serve, token_at
 from tests.speed import within
@@ -66,9 +67,7 @@ async def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_pa
         await said(worker, "serving version 0")
         chunks = await collected(engine, name="s", seed=SEED, max_new_tokens=12)
         assert [t for t, _ in flat(chunks)] == response_of(server)
-        await engine.pause()
-        await engine.load(1, weights(1, models[1]))
-        await engine.resume()
+        await update(engine, weights(1, models[1]))
         await said(worker, "serving version 1")
         assert Path(server.weights).parent == tmp_path / "shared" / "worker-laptop"
         assert server.version == "rollover:worker-laptop:1"

@@ -26,7 +26,7 @@ from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.joining import work_for
 from rollover.weights.sources import FolderWeights, MemoryWeights
-from tests.engine.contract import request
+from tests.engine.contract import request, update
 from tests.engine.models import saved, tiny_model
 from tests.speed import within
 
@@ -129,9 +129,7 @@ async def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(
             assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
             assert [p for _, p in flat(chunks)] == pytest.approx([p for _, p in alone], abs=LOGPROBS)
             assert {chunk.policy_version for chunk in chunks} == {0}
-        await engine.pause()
-        await engine.load(1, weights(1, models[1]))
-        await engine.resume()
+        await update(engine, weights(1, models[1]))
         async with asyncio.timeout(within(30)):
             while engine.coordinator.members["laptop"].version != 1:
                 await asyncio.sleep(0)

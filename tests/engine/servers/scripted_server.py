@@ -83,6 +83,8 @@ class ScriptedServer:
         """The tensor that it is of."""
         self.is_stuck = False
         """It answers "loaded" and keeps the weights that it has."""
+        self.load_error: str | None = None
+        """Why it loads no weights."""
         self.is_wedged = False
         """It answers, and what decodes behind it does nothing any more."""
         self.text: dict[int, str] = {}
@@ -285,7 +287,6 @@ class ScriptedVLLM(ScriptedServer):
         """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
         self.held_resets = 0
         """So many resets of the prefix cache fail."""
-        self.reload_error: str | None = None
         self.checksums = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
         self.num_workers = 2
         self.meetings: Meetings | None = None
@@ -356,9 +357,9 @@ class ScriptedVLLM(ScriptedServer):
 
     async def _post_collective_rpc(self, query: dict[str, str], body: Any) -> Answer:
         assert body["method"] == "reload_weights" and "weights" not in self.asleep
-        if self.reload_error is not None:
+        if self.load_error is not None:
             self.weights = "broken"
-            return Answer(500, {"error": {"message": self.reload_error}})
+            return Answer(500, {"error": {"message": self.load_error}})
         if not self.is_stuck:
             self.weights = body["kwargs"]["weights_path"]
         return Answer(body={"results": [None]})

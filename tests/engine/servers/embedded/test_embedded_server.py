@@ -27,7 +27,7 @@ from rollover.engine.servers.embedded.open import launch_arguments, with_program
 from rollover.errors import EngineError
 from rollover.weights.groups import TorchGroup
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import collect, request, tokens
+from tests.engine.contract import collect, request, tokens, update
 from tests.engine.models import greedy, logprobs, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, RUN, model, opened, serving
 from tests.speed import within
@@ -190,9 +190,7 @@ def test_tied_matrices_are_read_back_and_sent_too(tmp_path: Path) -> None:
     async def main(url: str) -> None:
         for transfer in ("folder", "gloo"):
             async with opened(url, first, weight_transfer=transfer, read_back="always") as engine:
-                await engine.pause()
-                await engine.load(1, FolderWeights(1, second))
-                await engine.resume()
+                await update(engine, FolderWeights(1, second))
                 found = tokens(await collect(engine, request("a", temperature=0.0)))
                 reference = tiny_model(seed=1, tie_word_embeddings=True, max_position_embeddings=CONTEXT)
                 assert found == greedy(reference, (5, 6, 7), 12)

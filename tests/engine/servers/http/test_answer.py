@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -17,47 +16,27 @@ from rollover.engine.servers.http import answer as answers
 from rollover.engine.servers.http import client
 from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.servers.vllm.answers import Completion, PauseState
-from rollover.errors import ConfigError, EngineError
-from rollover.weights.sources import FolderWeights
+from rollover.errors import EngineError
 from tests.engine.contract import collect, request, tokens
-from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedTransport, ScriptedVLLM
+from tests.engine.servers.http.test_client import BODY, SECRET, call, streamed
+from tests.engine.servers.scripted_server import Answer, ScriptedTransport, ScriptedVLLM
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder, settings
 from tests.virtual_time import run
 
-SECRET = "sk-very-secret-0123"
-BODY = {"model": "policy", "prompt": [1], "max_tokens": 3, "request_id": "r", "seed": 1, "temperature": 1.0}
-BODY |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
 
-
-def asked(*replies: Answer, path: str = "/is_paused", **changes: Any) -> PauseState:
+def asked(*replies: Answer) -> PauseState:
     server = ScriptedVLLM()
-    server.answer_once(path, *replies)
-
-    async def main() -> PauseState:
-        client = HTTPClient("http://one", settings(**changes), transport=ScriptedTransport({"one": server}))
-        try:
-            return await client.ask(PauseState, "GET", path)
-        finally:
-            await client.close()
-
-    return run(main())
+    server.answer_once("/is_paused", *replies)
+    return call(server)
 
 
-def streamed(*replies: Answer, server: ScriptedServer | None = None, **changes: Any) -> list[Completion]:
-    server = server or ScriptedVLLM()
+def answered(*replies: Answer) -> tuple[list[Completion], float]:
+    """Events, and how long they took."""
+    server = ScriptedVLLM()
     server.answer_once("/v1/completions", *replies)
-
-    async def main() -> list[Completion]:
-        client = HTTPClient("http://one", settings(**changes), transport=ScriptedTransport({"one": server}))
-        patience = Patience(first_s=1e3, between_s=1e3)
-        try:
-            return [event async for event in client.events(Completion, "/v1/completions", BODY, patience)]
-        finally:
-            await client.close()
-
-    return run(main())
+    return streamed(server, first_s=1e3, between_s=1e3)
 
 
 # -- redirects ----------------------------------------------------------------------------------------------
@@ -66,25 +45,13 @@ def streamed(*replies: Answer, server: ScriptedServer | None = None, **changes: 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 304])
 def test_a_redirect_is_no_success_and_is_not_followed(status: int) -> None:
     reply = Answer(status, headers={"location": "https://user:word@elsewhere/login?token=abc"})
-    for call in (asked, streamed):
+    for ask in (asked, answered):
         with pytest.raises(EngineError, match=f"^http://one answered .* with {status}, a redirect to") as caught:
-            call(reply)
+            ask(reply)
         assert "https://elsewhere/login," in str(caught.value)
         assert "word" not in str(caught.value) and "abc" not in str(caught.value)
     with pytest.raises(EngineError, match="a redirect to nowhere"):
         asked(Answer(status))
-
-
-async def test_a_weight_update_that_is_redirected_is_no_update(tmp_path: Path) -> None:
-    folder, new = model_folder(tmp_path / "v0"), model_folder(tmp_path / "v1")
-    server = ScriptedVLLM()
-    async with vllm_kit.opened(server, folder) as engine:
-        server.answer_once("/collective_rpc", Answer(307, headers={"location": "/elsewhere"}))
-        await engine.pause()
-        with pytest.raises(EngineError, match=r"did not load weights version 1: .* with 307, a redirect to /elsewh"):
-            await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
-        assert server.weights == str(folder)
 
 
 # -- types --------------------------------------------------------------------------------------------------
@@ -217,18 +184,18 @@ def test_no_event_is_read_beyond_its_bound(piece: bytes, monkeypatch: pytest.Mon
     monkeypatch.setattr(client, "MAX_EVENT_CHARS", 2**20)
     sent = [0]
     with pytest.raises(EngineError, match="an event stream: an event of more than 1048576 characters"):
-        streamed(Answer(stream=endless(piece, sent)))
+        answered(Answer(stream=endless(piece, sent)))
     assert sent[0] <= 2**20 + 2**18
 
 
 def test_what_is_compressed_though_nobody_asked_is_not_unpacked() -> None:
     bomb = gzip.compress(b'{"is_paused": false' + b" " * 50_000_000 + b"}")
     reply = Answer(body=bomb, headers={"content-encoding": "gzip"})
-    for call in (asked, streamed):
+    for ask in (asked, answered):
         with pytest.raises(
             EngineError, match=r"^http://one answered .* in the encoding 'gzip', although the call allows"
         ):
-            call(reply)
+            ask(reply)
     with pytest.raises(EngineError, match="with 500: no reason given"):
         asked(Answer(500, bomb, headers={"content-encoding": "gzip"}))
 
@@ -236,17 +203,9 @@ def test_what_is_compressed_though_nobody_asked_is_not_unpacked() -> None:
 def test_a_busy_server_that_wants_no_pause_is_not_asked_without_one() -> None:
     server = ScriptedVLLM()
     replies = [Answer(503, headers={"retry-after": value}) for value in ("0", "1e-9", "nan", "-5", "x" * 9)] * 2
-    streamed(*replies, server=server)
-    assert sum(path == "/v1/completions" for _, path, _, _ in server.log) == 11
-
-    async def main() -> float:
-        server.answer_once("/v1/completions", *[Answer(503, headers={"retry-after": "1e-9"})] * 4)
-        client = HTTPClient("http://one", settings(), transport=ScriptedTransport({"one": server}))
-        async for _ in client.events(Completion, "/v1/completions", BODY, Patience(first_s=1e3, between_s=1e3)):
-            pass
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) >= 1.0
+    server.answer_once("/v1/completions", *replies)
+    _, elapsed_s = streamed(server, first_s=1e3, between_s=1e3)
+    assert sum(path == "/v1/completions" for _, path, _, _ in server.log) == 11 and elapsed_s >= 1.0
 
 
 # -- secrets ------------------------------------------------------------------------------------------------
@@ -289,12 +248,12 @@ def test_a_server_that_repeats_our_headers_leaks_no_part_of_the_key(
 
         async def both(client: HTTPClient = client) -> list[str]:
             said = []
-            for call in (
+            for asking in (
                 client.ask(PauseState, "GET", "/is_paused"),
                 anext(client.events(Completion, "/v1/completions", BODY, Patience(first_s=9.0, between_s=9.0))),
             ):
                 try:
-                    await call
+                    await asking
                 except (EngineError, StopAsyncIteration) as e:
                     said.append(str(e))
             await client.close()
@@ -354,10 +313,3 @@ async def test_an_error_of_the_connection_that_quotes_the_server_shows_no_key(mo
         await client.call("GET", "/is_paused")
     assert SECRET not in str(e.value)
     await client.close()
-
-
-def test_a_key_that_no_header_can_carry_is_a_mistake_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENGINE_KEY", "line\x01break")
-    with pytest.raises(ConfigError, match="the environment variable ENGINE_KEY must hold the API key") as caught:
-        HTTPClient("http://one", settings(api_key_env="ENGINE_KEY"))
-    assert "break" not in str(caught.value)

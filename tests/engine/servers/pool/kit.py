@@ -132,3 +132,10 @@ async def pool_of(*members: Flaky, **limits: float) -> AsyncIterator[EnginePool]
         yield pool
     finally:
         await pool.close()
+
+
+@asynccontextmanager
+async def pool_of_two(**limits: float) -> AsyncIterator[tuple[Flaky, Flaky, EnginePool]]:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two, **limits) as pool:
+        yield one, two, pool

@@ -154,7 +154,7 @@ async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
 async def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(sglang_kit, tmp_path, monkeypatch) as sent:
         for server in sent.servers:
-            server.update_error = "out of memory"
+            server.load_error = "out of memory"
         with pytest.raises(EngineError, match=r"no engine took weights version 1: .*out of memory"):
             await sent.publish(Holder().at(1))
 

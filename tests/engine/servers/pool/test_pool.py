@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollover.engine.base import Engine
-from rollover.engine.servers.pool.pool import EnginePool
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
-from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.engine.servers.pool.kit import Flaky, pool_of
+from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens, update
+from tests.engine.servers.pool.kit import Flaky, pool_of, pool_of_two
 from tests.weights.kit import FakeWeights
 
 
@@ -58,8 +57,7 @@ async def test_the_pool_can_what_all_can_and_has_the_room_of_healthy_members() -
 
 @pytest.mark.parametrize("how", ["failing", "hanging"])
 async def test_a_call_of_a_failing_member_goes_on_elsewhere(how: str) -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (one, two, pool):
         stream = pool.generate(request("a", max_new_tokens=400))
         head = [await anext(stream) for _ in range(5)]
         ill, well = (one, two) if one.requests else (two, one)
@@ -74,14 +72,11 @@ async def test_a_call_of_a_failing_member_goes_on_elsewhere(how: str) -> None:
 
 
 async def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (one, two, pool):
         two.failing = "ill"
         await asyncio.sleep(30.0)
         for version in (1, 2):
-            await pool.pause()
-            await pool.load(version, FakeWeights(version))
-            await pool.resume()
+            await update(pool, FakeWeights(version))
         assert (one.version, two.version) == (2, 0)
         two.failing = None
         await asyncio.sleep(40.0)
@@ -101,9 +96,7 @@ async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() 
         suspect = one if one.requests else two
         suspect.fail(EngineError("a passing failure"))
         await asyncio.gather(call, return_exceptions=True)
-        await pool.pause()
-        await pool.load(1, FakeWeights(1))
-        await pool.resume()
+        await update(pool, FakeWeights(1))
         assert (one.version, two.version) == (1, 1)
         assert [event for event, _ in suspect.events] == ["pause", "load", "resume"]
         assert pool.capabilities.max_running == 64, "it gets no calls before it is probed"
@@ -111,32 +104,8 @@ async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() 
         assert pool.capabilities.max_running == 128
 
 
-async def test_attempts_to_bring_a_member_back_grow_apart() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two):
-        two.failing = "ill"
-        await asyncio.sleep(5.0)
-        before = two.num_revivals
-        await asyncio.sleep(100.0)
-        assert 4 <= two.num_revivals - before <= 9  # 1, 2, 4, 8, then every 16 seconds
-
-
-async def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
-        two.hanging = True
-        start_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(8.0)  # two late probes
-        await pool.pause()
-        await pool.load(1, FakeWeights(1))
-        await pool.resume()
-        assert one.version == 1
-        assert asyncio.get_running_loop().time() - start_s < 9.0
-
-
 async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         await pool.pause()
         with pytest.raises(EngineError, match=r"no engine took weights version 1: .*do not fit"):
             await pool.load(1, FakeWeights(1, fit=False))
@@ -153,8 +122,7 @@ async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing()
 
 
 async def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two, all_down_timeout_s=20.0) as pool:
+    async with pool_of_two(all_down_timeout_s=20.0) as (one, two, pool):
         one.failing, two.failing = "out of memory", "no route"
         for i in range(4):
             with pytest.raises(EngineError):
@@ -267,17 +235,11 @@ class Prover:
             raise EngineMismatch(f"{engine!r} is 0.5 nats off")
 
 
-async def publish(pool: EnginePool, version: int) -> None:
-    await pool.pause()
-    await pool.load(version, FakeWeights(version))
-    await pool.resume()
-
-
 async def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
     members = [Flaky(f"e{i}") for i in range(3)]
     async with pool_of(*members) as pool:
         pool.check_logprobs_with(prover := Prover("e2"))
-        await publish(pool, 1)
+        await update(pool, FakeWeights(1))
         failed = await pool.check_logprobs()
         assert sorted(prover.asked) == [("e0", 1), ("e1", 1), ("e2", 1)]
         assert {name: str(e) for name, e in failed.items()} == {"e2": "e2 is 0.5 nats off"}
@@ -307,12 +269,11 @@ async def test_when_no_member_proves_itself_all_are_named() -> None:
 
 
 async def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         pool.check_logprobs_with(prover := Prover("two"))
         two.failing = "ill"
         await asyncio.sleep(30.0)
-        await publish(pool, 1)
+        await update(pool, FakeWeights(1))
         two.failing = None
         await asyncio.sleep(40.0)
         assert two.version == 1 and ("two", 1) in prover.asked
@@ -325,11 +286,10 @@ async def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
 
 
 async def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         pool.check_logprobs_with(prover := Prover())
         for version in (1, 2):
-            await publish(pool, version)
+            await update(pool, FakeWeights(version))
             await pool.check_logprobs()
         assert len(prover.asked) == 4 and sorted(prover.new) == ["one", "two"]
         two.failing = "ill"
@@ -340,8 +300,7 @@ async def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
 
 
 async def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         pool.check_logprobs_with(Prover())
         two.hanging = True
         start_s = asyncio.get_running_loop().time()
@@ -351,8 +310,7 @@ async def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> No
 
 
 async def test_each_chunk_names_the_member_that_sampled_it() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (one, two, pool):
         calls = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
         for member in (one, two):
             prompts = {r.prompt_ids for r in member.requests}
@@ -363,8 +321,7 @@ async def test_each_chunk_names_the_member_that_sampled_it() -> None:
 
 
 async def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         calls = [
             asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=500, prompt_ids=(i + 1,))))
             for i in range(4)
@@ -374,7 +331,7 @@ async def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> Non
         pool.distrust("three", "nobody knows it")
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert sorted(str(e) for e in ends if isinstance(e, EngineError)) == ["two was taken out: it lies"] * 2
-        await publish(pool, 1)
+        await update(pool, FakeWeights(1))
         await asyncio.sleep(200.0)
         assert (two.num_revivals, two.version) == (0, 0)
         assert pool.capabilities.max_running == 64
@@ -383,8 +340,7 @@ async def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> Non
 
 
 async def test_a_member_distrusted_while_it_comes_back_stays_out() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (_, two, pool):
         two.failing = "ill"
         await asyncio.sleep(30.0)
         two.failing, two.probe_s = None, 5.0

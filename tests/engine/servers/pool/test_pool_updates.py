@@ -13,7 +13,7 @@ from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
-from tests.engine.servers.pool.kit import Flaky, new_pool, pool_of, scripted_engines
+from tests.engine.servers.pool.kit import Flaky, new_pool, pool_of, pool_of_two, scripted_engines
 from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
@@ -35,8 +35,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 async def test_a_hung_member_is_taken_out_at_its_deadline(
     call: str, limit_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two, control_timeout_s=5.0, abort_timeout_s=5.0, load_timeout_s=30.0) as pool:
+    async with pool_of_two(control_timeout_s=5.0, abort_timeout_s=5.0, load_timeout_s=30.0) as (one, two, pool):
         calls = [asyncio.create_task(collect(pool, request(f"r{i}", prompt_ids=(i + 1,)))) for i in range(8)]
         await asyncio.sleep(0.02)
         two.hanging_in = {call}
@@ -55,8 +54,7 @@ async def test_a_hung_member_is_taken_out_at_its_deadline(
 
 
 async def test_a_silent_member_is_found_by_its_probes_during_an_update() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two, control_timeout_s=75.0) as pool:
+    async with pool_of_two(control_timeout_s=75.0) as (one, two, pool):
         two.hanging = True
         started_s = now_s()
         await Publisher(pool, timeout_s=1000.0).publish(FakeWeights(1))
@@ -65,8 +63,7 @@ async def test_a_silent_member_is_found_by_its_probes_during_an_update() -> None
 
 
 async def test_when_all_hang_in_a_load_the_run_waits_for_one_to_return() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two, control_timeout_s=5.0, load_timeout_s=25.0, all_down_timeout_s=500.0) as pool:
+    async with pool_of_two(control_timeout_s=5.0, load_timeout_s=25.0, all_down_timeout_s=500.0) as (one, two, pool):
         one.hanging_in = two.hanging_in = {"load"}
         await Publisher(pool, timeout_s=1000.0).publish(FakeWeights(1))
         call = asyncio.create_task(collect(pool, request("a")))
@@ -96,8 +93,7 @@ async def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
 async def test_waiting_for_any_engine_is_reported_at_its_start_and_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two, all_down_timeout_s=500.0) as pool:
+    async with pool_of_two(all_down_timeout_s=500.0) as (one, two, pool):
         for _ in range(2):
             caplog.clear()
             one.failing = two.failing = "power cut"

@@ -8,5 +8,6 @@ from tests.engine.servers.kit import Kit
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 
 Server = ScriptedSGLang
-_kit = Kit(SGLangConfig, SGLangDialect)
-settings, engine_over, make_engine, opened = _kit.settings, _kit.engine_over, _kit.make_engine, _kit.opened
+_kit = Kit(SGLangConfig, SGLangDialect, ScriptedSGLang)
+settings, engine_over, make_engine = _kit.settings, _kit.engine_over, _kit.make_engine
+opened, serving, refused = _kit.opened, _kit.serving, _kit.refused

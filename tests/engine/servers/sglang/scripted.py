@@ -47,9 +47,6 @@ class ScriptedSGLang(ScriptedServer):
         self.max_req_input_len = CONTEXT - 6
         self.reports_spans = True
         self.dp_size = 1
-        self.nan_at: int | None = None
-        """The computation fails at this token."""
-        self.update_error: str | None = None
         self.scheduler_version = "default"
         self.meetings: Meetings | None = None
         self.seat: Seat | None = None
@@ -180,8 +177,8 @@ class ScriptedSGLang(ScriptedServer):
 
     async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
         assert "weights" not in self.asleep
-        if self.update_error is not None:
-            return Answer(400, {"success": False, "message": self.update_error})
+        if self.load_error is not None:
+            return Answer(400, {"success": False, "message": self.load_error})
         return self._updated(body["model_path"], body)
 
     async def _post_weights_checker(self, query: dict[str, str], body: Any) -> Answer:
@@ -245,8 +242,8 @@ class ScriptedSGLang(ScriptedServer):
             weights = await self.seat.receive(body["names"], body["dtypes"], body["shapes"])
         except RuntimeError as e:
             return Answer(400, {"success": False, "message": str(e)})
-        if self.update_error is not None:
-            return Answer(400, {"success": False, "message": self.update_error})
+        if self.load_error is not None:
+            return Answer(400, {"success": False, "message": self.load_error})
         return self._updated(weights, body)
 
     async def _post_destroy_weights_update_group(self, query: dict[str, str], body: Any) -> Answer:
@@ -302,9 +299,6 @@ class ScriptedSGLang(ScriptedServer):
         ends = token in params["stop_token_ids"] or token == self.eos
         if running.to_finish:
             self._finish(name, {"type": "abort", "message": "Aborted"})
-        elif position == self.nan_at:
-            running.sampled[-1][1] = (params["stop_token_ids"] or [0])[0]
-            self._finish(name, {"type": "stop", "matched": "NaN happened"})
         elif matched is not None:
             self._finish(name, {"type": "stop", "matched": matched})
         elif ends and not params["ignore_eos"]:

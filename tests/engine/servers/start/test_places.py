@@ -12,7 +12,7 @@ from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import collect, request
+from tests.engine.contract import collect, request, update
 from tests.engine.servers.pool.kit import new_pool
 from tests.engine.servers.scripted_server import ScriptedTransport, ScriptedVLLM
 from tests.engine.servers.vllm.kit import model_folder, settings
@@ -53,9 +53,7 @@ async def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_p
     await engine.open()
     pool = new_pool([engine], FolderWeights(0, first))
     await pool.open()
-    await pool.pause()
-    await pool.load(3, FolderWeights(3, second))
-    await pool.resume()
+    await update(pool, FolderWeights(3, second))
     assert (await collect(pool, request("a")))[-1].engine == "engine-0"
     del transport.servers["here"]
     async with asyncio.timeout(60.0):

@@ -43,5 +43,6 @@ def model_folder(folder: Path, *, hidden: int = 4, vocab: int = VOCAB, **config:
     return folder
 
 
-_kit = Kit(VLLMConfig, VLLMDialect)
-settings, engine_over, make_engine, opened = _kit.settings, _kit.engine_over, _kit.make_engine, _kit.opened
+_kit = Kit(VLLMConfig, VLLMDialect, ScriptedVLLM)
+settings, engine_over, make_engine = _kit.settings, _kit.engine_over, _kit.make_engine
+opened, serving, refused = _kit.opened, _kit.serving, _kit.refused

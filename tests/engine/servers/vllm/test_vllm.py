@@ -6,8 +6,7 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,16 @@ import numpy as np
 import pytest
 
 from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts
-from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
+from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens, update
+from tests.engine.servers.kit import bodies
 from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
-from tests.engine.servers.vllm.kit import label, make_engine, model_folder, opened
-from tests.virtual_time import run
-
-
-@asynccontextmanager
-async def serving(folder: Path, **changes: Any) -> AsyncIterator[tuple[ServerEngine, ScriptedVLLM]]:
-    """An open engine and its server, which has been asked for nothing since."""
-    server = ScriptedVLLM()
-    async with opened(server, folder, **changes) as engine:
-        server.log.clear()
-        yield engine, server
-
-
-def bodies(server: ScriptedVLLM, path: str) -> list[Any]:
-    return [body for _, p, _, body in server.log if p == path]
+from tests.engine.servers.vllm.kit import label, model_folder, opened, refused, serving
 
 
 def scripted(seed: int, count: int, weights: str, start: int = 0) -> tuple[int, ...]:
@@ -183,16 +168,6 @@ async def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(
         assert asyncio.get_running_loop().time() < 5.0
 
 
-async def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Path) -> None:
-    server = ScriptedVLLM()
-    server.aborts_by_id = False
-    engine = make_engine(server, folder)
-    with pytest.raises(EngineError, match="does not stop a call by its id within 5 s"):
-        await engine.open()
-    assert not server.requests
-    await engine.close()
-
-
 async def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: Path) -> None:
     async with serving(folder) as (engine, server):
         server.aborts_by_id = False
@@ -267,6 +242,10 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
             spoiled(finish_reason="content_filter"),
             r"field 'choices\.0\.finish_reason': .*'stop', 'length' or 'abort', got 'content_filter'$",
         ),
+        (
+            spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}),
+            "13 tokens came, but at most 12 were requested",
+        ),
         (spoiled(finish_reason="length"), r"for its length after 1 tokens, but 12"),
         (spoiled(finish_reason="stop"), r"stopped at token \d+, but its stop tokens are"),
     ],
@@ -279,13 +258,6 @@ async def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
         with pytest.raises(EngineError, match=message):
             await collect(engine, request("a"))
         assert engine.stats().decoded_tokens == 0
-
-
-async def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
-    async with serving(folder) as (engine, server):
-        server.mangle = spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13})
-        with pytest.raises(EngineError, match="13 tokens came, but at most 12 were requested"):
-            await collect(engine, request("a"))
 
 
 async def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
@@ -399,9 +371,7 @@ def update_calls(server: ScriptedVLLM) -> list[str]:
 
 async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
-        await engine.pause()
-        await engine.load(7, FolderWeights(7, new))
-        await engine.resume()
+        await update(engine, FolderWeights(7, new))
         assert (server.version, server.weights) == (label(7), str(new))
         assert update_calls(server) == [
             "/weight_info",  # is it still ours?
@@ -431,9 +401,7 @@ async def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, 
 async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         await collect(engine, request("a"))
-        await engine.pause()
-        await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
+        await update(engine, FolderWeights(1, new))
         await collect(engine, request("b"))
     salts = [body["cache_salt"] for body in bodies(server, "/v1/completions")]
     assert salts == [label(0), label(1)]
@@ -443,9 +411,7 @@ async def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, ne
     async with serving(folder) as (engine, _):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
-        await engine.pause()
-        await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
+        await update(engine, FolderWeights(1, new))
         chunks = await call
         assert chunks[-1].finish_reason is FinishReason.ABORT
         assert {c.policy_version for c in chunks} == {0}
@@ -456,9 +422,7 @@ async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights
         server.network_delay_s = 0.2
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.5)
-        await engine.pause()
-        await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
+        await update(engine, FolderWeights(1, new))
         chunks = await call
         seed = call_seed(3, 0)
         labelled = [c.policy_version for c in chunks for _ in c.token_ids]
@@ -481,26 +445,6 @@ async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folde
         await engine.resume()
         assert (server.version, server.weights) == (label(0), str(folder))
         assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
-
-
-async def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
-    async with serving(folder) as (engine, server):
-        await engine.pause()
-        server.reload_error = "out of memory"
-        with pytest.raises(EngineError, match="out of memory"):
-            await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
-        server.log.clear()
-        for attempt in (collect(engine, request("a")), engine.probe()):
-            with pytest.raises(EngineError, match="failed while its weights were being replaced"):
-                await attempt
-        assert bodies(server, "/v1/completions") == []
-        server.reload_error = None
-        await engine.pause()
-        await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
-        await engine.probe(decode=True)
-        assert len(tokens(await collect(engine, request("b")))) == 12
 
 
 async def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:
@@ -555,40 +499,18 @@ async def test_log_probs_are_proved_before_training(folder: Path) -> None:
 # -- the start ----------------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, prepare: Callable[[ScriptedVLLM], None], message: str, **changes: Any) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM()
-        prepare(server)
-        engine = make_engine(server, folder, **changes)
-        with pytest.raises(EngineError, match=message):
-            await engine.open()
-        await engine.close()
-
-    run(main())
-
-
 def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab=100)
     smaller = model_folder(tmp_path / "smaller", vocab=32)
 
-    def without_dev_mode(server: ScriptedVLLM) -> None:
-        server.dev_mode = False
-
-    def nothing(server: ScriptedVLLM) -> None:
-        pass
-
-    def dead(server: ScriptedVLLM) -> None:
-        server.kill()
-
-    def of_another_shape(server: ScriptedVLLM) -> None:
-        server.root = str(model_folder(tmp_path / "shape", hidden=8))
-
-    refused(folder, of_another_shape, r"http://one serves another model than .*has shape \[64, 8\], expected")
-    refused(folder, without_dev_mode, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1")
-    refused(folder, nothing, r"serves policy, not engine\.served_model = 'other'", served_model="other")
-    refused(larger, nothing, r"which serves 'policy', does not take token 99 of .*larger \(vocabulary of 100\)")
-    refused(smaller, nothing, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
-    refused(folder, dead, "cannot be reached")
+    other = model_folder(tmp_path / "shape", hidden=8)
+    refused(folder, r"http://one serves another model than .*has shape \[64, 8\], expected", root=str(other))
+    refused(folder, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1", dev_mode=False)
+    refused(folder, r"serves policy, not engine\.served_model = 'other'", settings={"served_model": "other"})
+    refused(folder, "does not stop a call by its id within 5 s", aborts_by_id=False)
+    refused(larger, r"which serves 'policy', does not take token 99 of .*larger \(vocabulary of 100\)")
+    refused(smaller, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
+    refused(folder, "cannot be reached", _dead=True)
 
 
 async def test_the_context_is_the_shorter_of_the_models_and_the_servers(folder: Path) -> None:
@@ -606,11 +528,3 @@ async def test_a_server_is_given_our_weights_before_the_first_call(folder: Path)
     async with opened(server, folder) as engine:
         assert (server.weights, server.version) == (str(folder), label(0))
         assert engine.stats().decoded_tokens == 0
-
-
-async def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
-    async with serving(folder) as (engine, _):
-        await collect(engine, request("a", prompt_ids=(1,) * 10))
-        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
-        await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
-        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.open import adapter_arguments
 from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import ConfigError, EngineError
 from rollover.types import AdapterShape
 from rollover.weights.adapters import AdapterSource, LowRank
-from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import collect, request, tokens
+from tests.engine.contract import collect, request, tokens, update
 from tests.engine.servers.kit import RUN
 from tests.engine.servers.scripted_server import VOCAB, Answer, ScriptedServer, token_at
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -47,14 +45,6 @@ def lora_server(kind: ModuleType) -> ScriptedServer:
     return server
 
 
-async def updated(engine: ServerEngine, version: int, source: WeightSource) -> None:
-    await engine.pause()
-    try:
-        await engine.load(version, source)
-    finally:
-        await engine.resume()
-
-
 def posts(server: ScriptedServer) -> list[str]:
     return [path for method, path, _, _ in server.log if method == "POST"]
 
@@ -69,7 +59,7 @@ async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
         names = []
         for version in (1, 2):
             folder = tmp_path / f"v{version}"
-            await updated(engine, version, given(folder, version))
+            await update(engine, given(folder, version))
             assert server.version == label(version)
             assert server.adapters is not None and list(server.adapters.values()) == [str(folder)]
             names += server.adapters
@@ -90,12 +80,12 @@ async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
 ) -> None:
     server = lora_server(kind)
     async with kind.opened(server, base, adapters=SHAPE) as engine:
-        await updated(engine, 3, source := given(tmp_path / "v3", 3))
+        await update(engine, source := given(tmp_path / "v3", 3))
         server.restart()
         with pytest.raises(EngineError, match="says it serves weights 'default'"):
             await engine.probe()
         server.log.clear()
-        await updated(engine, 3, source)
+        await update(engine, source)
         await engine.probe(decode=True)
         loads = [p for p in posts(server) if p.startswith(("/collective", "/update_weights_from", "/v1/load", "/load"))]
         assert [path.rpartition("/")[2] for path in loads] == [
@@ -112,7 +102,7 @@ async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
     server = lora_server(kind)
     server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
     async with kind.opened(server, base, adapters=SHAPE, ownership=Ownership(RUN)) as engine:
-        await updated(engine, 7, given(tmp_path / "v7", 7))
+        await update(engine, given(tmp_path / "v7", 7))
         assert server.adapters is not None
         assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
 
@@ -122,10 +112,10 @@ async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
 ) -> None:
     server = lora_server(kind)
     async with kind.opened(server, base, adapters=SHAPE) as engine:
-        await updated(engine, 1, given(tmp_path / "v1", 1))
+        await update(engine, given(tmp_path / "v1", 1))
         stream = engine.generate(request("long", max_new_tokens=200))
         first = await anext(stream)
-        await updated(engine, 2, given(tmp_path / "v2", 2))
+        await update(engine, given(tmp_path / "v2", 2))
         rest = [chunk async for chunk in stream]
         assert {chunk.policy_version for chunk in [first, *rest]} == {1}
         assert rest[-1].finish_reason is not None and rest[-1].finish_reason.value == "abort"
@@ -136,12 +126,12 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
 ) -> None:
     server = lora_server(kind)
     async with kind.opened(server, base, adapters=SHAPE) as engine:
-        await updated(engine, 1, given(tmp_path / "v1", 1))
+        await update(engine, given(tmp_path / "v1", 1))
         name = "/v1/load_lora_adapter" if kind is vllm_kit else "/load_lora_adapter"
         said = "LoRA rank 16 is greater than max_lora_rank 8"
         server.answer_once(name, refusal(kind, said))
         with pytest.raises(EngineError, match=f"version 2: .*{said}.*--enable-lora --max-lora-rank"):
-            await updated(engine, 2, given(tmp_path / "v2", 2))
+            await update(engine, given(tmp_path / "v2", 2))
         assert server.version == label(1)
         chunks = await collect(engine, request("after"))
         assert {chunk.policy_version for chunk in chunks} == {1}
@@ -182,7 +172,7 @@ async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base
     async with vllm_kit.opened(server, base, adapters=SHAPE) as engine:
         server.answer_once("/v1/load_lora_adapter", Answer(404, {"detail": "Not Found"}))
         with pytest.raises(EngineError, match=r"404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
-            await updated(engine, 1, given(tmp_path / "v1", 1))
+            await update(engine, given(tmp_path / "v1", 1))
 
 
 async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
@@ -190,11 +180,11 @@ async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
 ) -> None:
     async with kind.opened(lora_server(kind), base) as engine:
         with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
-            await updated(engine, 1, given(tmp_path / "v1", 1))
+            await update(engine, given(tmp_path / "v1", 1))
     async with kind.opened(lora_server(kind), base, adapters=SHAPE) as engine:
         with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
-            await updated(engine, 2, given(tmp_path / "v2", 2, base_version=1))
-        await updated(engine, 2, FolderWeights(2, base))
+            await update(engine, given(tmp_path / "v2", 2, base_version=1))
+        await update(engine, FolderWeights(2, base))
         assert (await collect(engine, request("full")))[-1].policy_version == 2
 
 

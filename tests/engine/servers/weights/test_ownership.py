@@ -23,7 +23,7 @@ from rollover.engine.servers.vllm.open import open_vllm
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import LONG, collect, request, tokens
+from tests.engine.contract import LONG, collect, request, tokens, update
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label, settings
@@ -210,9 +210,7 @@ def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
             await engine.resume()
             assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {0}
             server.is_stuck = False
-            await engine.pause()
-            await engine.load(1, FolderWeights(1, new))
-            await engine.resume()
+            await update(engine, FolderWeights(1, new))
             assert {chunk.policy_version for chunk in await collect(engine, request("b"))} == {1}
 
     run(main())
@@ -225,9 +223,7 @@ async def test_a_release_without_checksums_is_taken_at_its_label(
     server.checksums = None
     async with vllm_kit.opened(server, folder) as engine:
         assert len(tokens(await collect(engine, request("a")))) == 12
-        await engine.pause()
-        await engine.load(1, FolderWeights(1, folder))
-        await engine.resume()
+        await update(engine, FolderWeights(1, folder))
     assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
     (said,) = [record.getMessage() for record in caplog.records if "which weights it holds" in record.getMessage()]
     assert said.startswith("http://one cannot show which weights it holds: it computes no digests of them")

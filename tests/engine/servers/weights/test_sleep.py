@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.sglang import open as sglang_open
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm import open as vllm_open
@@ -25,7 +28,7 @@ from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.kit import RUN
-from tests.engine.servers.pool.kit import Flaky, new_pool, pool_of, scripted_engines
+from tests.engine.servers.pool.kit import new_pool, pool_of_two, scripted_engines
 from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
@@ -99,14 +102,12 @@ async def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(
 
 async def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
-    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-    await engine.open()
-    call = asyncio.create_task(collect(engine, request("a", max_new_tokens=400)))
-    await asyncio.sleep(0.2)
-    await engine.sleep()
-    assert 0 < len(tokens(await call)) < 400
-    assert not server.died and server.asleep
-    await engine.close()
+    async with kind.opened(server, model_folder(tmp_path / "v0"), colocated=True) as engine:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=400)))
+        await asyncio.sleep(0.2)
+        await engine.sleep()
+        assert 0 < len(tokens(await call)) < 400
+        assert not server.died and server.asleep
 
 
 async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start(
@@ -146,17 +147,15 @@ async def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
 
 async def test_a_load_that_fails_while_it_wakes_can_be_tried_again(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
-    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-    await engine.open()
-    await engine.sleep()
-    load = "/collective_rpc" if kind is vllm_kit else "/update_weights_from_disk"
-    server.answer_once(load, Answer(500, {"error": {"message": "disk trouble"}}))
-    with pytest.raises(EngineError, match="disk trouble"):
+    async with kind.opened(server, model_folder(tmp_path / "v0"), colocated=True) as engine:
+        await engine.sleep()
+        load = "/collective_rpc" if kind is vllm_kit else "/update_weights_from_disk"
+        server.answer_once(load, Answer(500, {"error": {"message": "disk trouble"}}))
+        with pytest.raises(EngineError, match="disk trouble"):
+            await publish(engine, folder_of(tmp_path, 1))
         await publish(engine, folder_of(tmp_path, 1))
-    await publish(engine, folder_of(tmp_path, 1))
-    assert not server.asleep and not server.died
-    assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {1}
-    await engine.close()
+        assert not server.asleep and not server.died
+        assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {1}
 
 
 async def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: ModuleType, tmp_path: Path) -> None:
@@ -175,15 +174,13 @@ async def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: Mo
 
 async def test_a_server_restarted_while_it_should_sleep_is_not_woken(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
-    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-    await engine.open()
-    await engine.sleep()
-    server.restart()
-    server.log.clear()
-    await publish(engine, folder_of(tmp_path, 1))
-    assert "take weights" not in story(server) and not server.died
-    assert server.version == f"rollover:{RUN}:1"
-    await engine.close()
+    async with kind.opened(server, model_folder(tmp_path / "v0"), colocated=True) as engine:
+        await engine.sleep()
+        server.restart()
+        server.log.clear()
+        await publish(engine, folder_of(tmp_path, 1))
+        assert "take weights" not in story(server) and not server.died
+        assert server.version == f"rollover:{RUN}:1"
 
 
 class Process:
@@ -205,90 +202,90 @@ class Process:
         self.was_stopped = True
 
 
+LIMITS = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
+
+
+@asynccontextmanager
+async def opened_pool(
+    kind: ModuleType, folder: Path, *, is_launched: bool = False, **limits: float
+) -> AsyncIterator[tuple[dict[str, Any], EnginePool, list[Process]]]:
+    """Two servers, a pool over them, and the processes that they are if they were started here."""
+    servers = {"s0": kind.Server(), "s1": kind.Server()}
+    engines: list[Any] = [*scripted_engines(kind, servers, folder, colocated=True, **limits)]
+    processes = [Process(server, engine._client) for server, engine in zip(servers.values(), engines, strict=True)]
+    pool = new_pool(engines, FolderWeights(0, folder), **limits)
+    for engine, process in zip(engines, processes, strict=True):
+        if is_launched:
+            engine._process = process
+        await engine.open()
+    await pool.open()
+    yield servers, pool, processes
+    await pool.close()
+
+
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
 async def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
-    kind: ModuleType, tmp_path: Path, fault: str
+    kind: ModuleType, folder: Path, fault: str
 ) -> None:
-    servers = {"s0": kind.Server(), "s1": kind.Server()}
-    folder = model_folder(tmp_path / "v0")
-    limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
-    engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
-    pool = new_pool(engines, FolderWeights(0, folder), **limits)
-    for engine in engines:
-        await engine.open()  # type: ignore[attr-defined]
-    await pool.open()
-    if fault == "hangs":
+    async with opened_pool(kind, folder, **LIMITS) as (servers, pool, _):
+        if fault == "hangs":
+            servers["s1"].freeze()
+        else:
+            servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
+        began_s = asyncio.get_running_loop().time()
+        why = "did not answer" if fault == "hangs" else "no such thing"
+        held = f"the trainer needs the memory of http://s1, which may still hold it.*{why}"
+        with pytest.raises(MemoryHeld, match=held):
+            await pool.sleep()
+        assert asyncio.get_running_loop().time() - began_s <= 64.0
+        assert servers["s0"].asleep
+        if fault == "refuses":
+            assert not servers["s1"].asleep and servers["s1"].version == "rollover:any:0"
+        servers["s1"].thaw()
+
+
+async def test_a_server_that_does_not_sleep_is_stopped_and_started_again(
+    kind: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    async with opened_pool(kind, folder, is_launched=True, **LIMITS) as (servers, pool, processes):
         servers["s1"].freeze()
-    else:
-        servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
-    began_s = asyncio.get_running_loop().time()
-    why = "did not answer" if fault == "hangs" else "no such thing"
-    with pytest.raises(MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"):
         await pool.sleep()
-    assert asyncio.get_running_loop().time() - began_s <= 64.0
-    assert servers["s0"].asleep
-    if fault == "refuses":
-        assert not servers["s1"].asleep and servers["s1"].version == "rollover:any:0"
-    servers["s1"].thaw()
-    await pool.close()
+        assert [process.was_stopped for process in processes] == [False, True]
+        await asyncio.sleep(1000.0)
+        assert processes[1].was_stopped  # it would take the memory that the trainer has
+        await publish(pool, folder_of(tmp_path, 1))
+        assert servers["s0"].version == "rollover:any:1" and not servers["s0"].asleep
+        await asyncio.sleep(60.0)
+        assert servers["s1"].version == "rollover:any:1"
+        assert pool.capabilities.max_running == 128
 
 
-async def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: ModuleType, tmp_path: Path) -> None:
-    servers = {"s0": kind.Server(), "s1": kind.Server()}
-    folder = model_folder(tmp_path / "v0")
-    limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
-    engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
-    processes = [Process(servers[host], engine._client) for host, engine in zip(servers, engines, strict=True)]  # type: ignore[attr-defined]
-    for engine, process in zip(engines, processes, strict=True):
-        engine._process = process  # type: ignore[attr-defined]
-        await engine.open()  # type: ignore[attr-defined]
-    pool = new_pool(engines, FolderWeights(0, folder), **limits)
-    await pool.open()
-    servers["s1"].freeze()
-    await pool.sleep()
-    assert [process.was_stopped for process in processes] == [False, True]
-    await asyncio.sleep(1000.0)
-    assert processes[1].was_stopped  # it would take the memory that the trainer has
-    await publish(pool, folder_of(tmp_path, 1))
-    assert servers["s0"].version == "rollover:any:1" and not servers["s0"].asleep
-    await asyncio.sleep(60.0)
-    assert servers["s1"].version == "rollover:any:1"
-    assert pool.capabilities.max_running == 128
-    await pool.close()
-
-
-async def test_servers_that_die_asleep_return_with_the_next_weights(kind: ModuleType, tmp_path: Path) -> None:
-    servers = {"s0": kind.Server(), "s1": kind.Server()}
-    folder = model_folder(tmp_path / "v0")
-    engines = scripted_engines(kind, servers, folder, colocated=True)
-    for engine in engines:
-        await engine.open()  # type: ignore[attr-defined]
-    pool = new_pool(engines, FolderWeights(0, folder))
-    await pool.open()
-    await pool.sleep()
-    servers["s1"].kill()
-    await publish(pool, folder_of(tmp_path, 1))
-    assert servers["s0"].version == "rollover:any:1"
-    chunks = [await collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(4)]
-    assert {chunk.engine for call in chunks for chunk in call} == {"http://s0"}
-    servers["s1"].restart()
-    await asyncio.sleep(60.0)
-    assert servers["s1"].version == "rollover:any:1"
-    await pool.sleep()
-    for server in servers.values():
-        server.kill()
-    publishing = asyncio.create_task(publish(pool, folder_of(tmp_path, 2)))
-    await asyncio.sleep(20.0)
-    assert not publishing.done()
-    servers["s0"].restart()
-    await publishing
-    assert servers["s0"].version == "rollover:any:2"
-    await pool.close()
+async def test_servers_that_die_asleep_return_with_the_next_weights(
+    kind: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    async with opened_pool(kind, folder) as (servers, pool, _):
+        await pool.sleep()
+        servers["s1"].kill()
+        await publish(pool, folder_of(tmp_path, 1))
+        assert servers["s0"].version == "rollover:any:1"
+        chunks = [await collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(4)]
+        assert {chunk.engine for call in chunks for chunk in call} == {"http://s0"}
+        servers["s1"].restart()
+        await asyncio.sleep(60.0)
+        assert servers["s1"].version == "rollover:any:1"
+        await pool.sleep()
+        for server in servers.values():
+            server.kill()
+        publishing = asyncio.create_task(publish(pool, folder_of(tmp_path, 2)))
+        await asyncio.sleep(20.0)
+        assert not publishing.done()
+        servers["s0"].restart()
+        await publishing
+        assert servers["s0"].version == "rollover:any:2"
 
 
 async def test_nobody_comes_back_while_the_trainer_has_the_memory() -> None:
-    one, two = Flaky("one"), Flaky("two")
-    async with pool_of(one, two) as pool:
+    async with pool_of_two() as (one, two, pool):
         two.failing = "ill"
         await asyncio.sleep(30.0)
         before = two.num_revivals

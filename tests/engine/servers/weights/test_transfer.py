@@ -26,7 +26,7 @@ from rollover.errors import EngineError
 from rollover.weights.buckets import BUCKET_BYTES, buckets
 from rollover.weights.groups import TorchGroup, address_towards
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import FullEngine, collect, request
+from tests.engine.contract import collect, request, update
 from tests.engine.servers.meetings import Meetings, Seat
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -55,14 +55,6 @@ def engine_before(
     return kit.make_engine(server, folder, weight_transfer="nccl", **changes)
 
 
-async def update(engine: FullEngine, version: int, folder: Path) -> None:
-    await engine.pause()
-    try:
-        await engine.load(version, FolderWeights(version, folder))
-    finally:
-        await engine.resume()
-
-
 def assert_received(seat: Seat, weights: Mapping[str, torch.Tensor]) -> None:
     assert seat.received.keys() == weights.keys()
     assert all(torch.equal(seat.received[name], tensor) for name, tensor in weights.items())
@@ -83,7 +75,7 @@ async def test_vllm_gets_all_weights_and_the_version_at_the_end(
     engine = engine_before(server, first, meetings, monkeypatch)
     await engine.open()
     server.log.clear()
-    await update(engine, 1, second)
+    await update(engine, FolderWeights(1, second))
     assert posted(server) == [
         "/pause",
         "/init_weight_transfer_engine",
@@ -119,7 +111,7 @@ async def test_a_vllm_server_that_refuses_midway_gets_the_former_weights(
     before = server.weights
     server.answer_once("/finish_weight_update", Answer(500, {"error": {"message": "CUDA out of memory"}}))
     with pytest.raises(EngineError, match=r"did not load weights version 1: .*out of memory"):
-        await update(engine, 1, second)
+        await update(engine, FolderWeights(1, second))
     assert server.weights == before
     assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
     await engine.close()
@@ -148,7 +140,7 @@ async def test_sglang_gets_all_weights_in_a_session_and_the_version_last(
     while engine.stats().decoded_tokens == 0:
         await asyncio.sleep(0.001)
     server.log.clear()
-    await update(engine, 1, second)
+    await update(engine, FolderWeights(1, second))
     assert posted(server) == [
         "/pause_generation",
         "/init_weights_update_group",
@@ -176,15 +168,15 @@ async def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
     server, meetings = ScriptedSGLang(), Meetings()
     engine = engine_before(server, first, meetings, monkeypatch)
     await engine.open()
-    server.update_error = "partially updated"
+    server.load_error = "partially updated"
     with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
-        await update(engine, 1, second)
+        await update(engine, FolderWeights(1, second))
     assert not server.session
     assert posted(server).count("/destroy_weights_update_group") == len(meetings.all) == 3
     with pytest.raises(EngineError, match="its weights are unknown"):
         await collect(engine, request("a"))
-    server.update_error = None
-    await update(engine, 1, second)
+    server.load_error = None
+    await update(engine, FolderWeights(1, second))
     assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
     await engine.close()
 

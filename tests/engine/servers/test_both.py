@@ -1,0 +1,37 @@
+"""What holds before vLLM and SGLang servers alike, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rollover.errors import EngineError
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import collect, request, update
+from tests.engine.servers.kit import bodies
+
+
+async def test_a_server_left_without_known_weights_gets_no_call(kind: ModuleType, folder: Path, new: Path) -> None:
+    async with kind.serving(folder) as (engine, server):
+        server.load_error = "out of memory"
+        with pytest.raises(EngineError, match="out of memory"):
+            await update(engine, FolderWeights(1, new))
+        server.log.clear()
+        for attempt in (collect(engine, request("a")), engine.probe()):
+            with pytest.raises(EngineError, match="failed while its weights were being replaced"):
+                await attempt
+        assert bodies(server, server.generate_path) == []
+        server.load_error = None
+        await update(engine, FolderWeights(1, new))
+        await engine.probe(decode=True)
+        assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
+
+
+async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, folder: Path) -> None:
+    async with kind.serving(folder) as (engine, _):
+        await collect(engine, request("a", prompt_ids=(1,) * 10))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
+        await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)

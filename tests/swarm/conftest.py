@@ -1,4 +1,5 @@
-"""Tests of a swarm may be coroutines: each runs in an event loop of its own, with a deadline."""
+"""Tests of a swarm may be coroutines: each runs in an event loop of its own, with a deadline, or in virtual time if its
+module says ``IN_VIRTUAL_TIME``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ DEADLINE_S = within(200.0)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or getattr(pyfuncitem.module, "IN_VIRTUAL_TIME", False):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
 

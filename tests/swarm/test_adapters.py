@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -113,21 +112,18 @@ def test_the_sum_is_the_product_of_the_matrices() -> None:
             assert abs(float(exact) - found[row, column]) < 1e-5
 
 
-def test_a_worker_fetches_what_stays_once_and_has_the_sum_to_the_bit(tmp_path: Path) -> None:
+async def test_a_worker_fetches_what_stays_once_and_has_the_sum_to_the_bit(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path)
     published = publish(publisher, 0, 1, 2)
     assert [p.kind for p in published] == ["full", "adapter", "adapter"]
     frozen = set(b.digest for b in manifest_of(publisher, published[0].head).blobs[:1])
 
-    async def main() -> None:
-        with serving(publisher.blobs.root) as server:
-            async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-                for version, each in enumerate(published):
-                    fetched = await fetch(fetcher, each.head, server)
-                    assert_same(tensors(fetched), expected(version))
-            assert sum(digest in frozen for digest, _ in server.asked) == 1
-
-    asyncio.run(main())
+    with serving(publisher.blobs.root) as server:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            for version, each in enumerate(published):
+                fetched = await fetch(fetcher, each.head, server)
+                assert_same(tensors(fetched), expected(version))
+        assert sum(digest in frozen for digest, _ in server.asked) == 1
     adapter_bytes = 4 * RANK * (64 + 64)
     assert all(p.wire_bytes < 1.1 * adapter_bytes for p in published[1:])
 

@@ -55,41 +55,38 @@ async def until_sent_away(engine: SwarmEngine, token: WorkerToken) -> None:
                 await connection.receive()
 
 
-def test_a_liar_stays_refused_when_the_trainer_restarts(
+async def test_a_liar_stays_refused_when_the_trainer_restarts(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, told = tmp_path, list[str]()
     (run / "config.json").write_text('{"meta": {}}')
 
-    async def main() -> None:
-        async with asyncio.timeout(within(60)), AsyncExitStack() as stack:
-            before = await stack.enter_async_context(swarm(run / "swarm", model))
-            liar, honest = token_of(run, "liar"), token_of(run, "anna")
-            before.placement.on_distrust(told.append)
-            await until_sent_away(before, liar)
-            assert told == ["liar"]
-            assert before.gateway is not None
-            await before.gateway.close()  # nothing more is said or written: the process is gone
-            after = await stack.enter_async_context(swarm(run / "swarm", model))
-            after.placement.on_distrust(told.append)
-            assert told == ["liar", "liar"], "what it sampled may not have been dropped yet"
-            async with joined(after, honest):
-                with pytest.raises(Refused, match="'liar' is no longer trusted: it says that it serves"):
-                    async with joined(after, liar):
-                        pass
-                assert cli.main(["workers", str(run), "--trust", "liar"]) == 0
-                while after.coordinator.members["liar"].distrust:
-                    await asyncio.sleep(0.01)
+    async with asyncio.timeout(within(60)), AsyncExitStack() as stack:
+        before = await stack.enter_async_context(swarm(run / "swarm", model))
+        liar, honest = token_of(run, "liar"), token_of(run, "anna")
+        before.placement.on_distrust(told.append)
+        await until_sent_away(before, liar)
+        assert told == ["liar"]
+        assert before.gateway is not None
+        await before.gateway.close()  # nothing more is said or written: the process is gone
+        after = await stack.enter_async_context(swarm(run / "swarm", model))
+        after.placement.on_distrust(told.append)
+        assert told == ["liar", "liar"], "what it sampled may not have been dropped yet"
+        async with joined(after, honest):
+            with pytest.raises(Refused, match="'liar' is no longer trusted: it says that it serves"):
                 async with joined(after, liar):
                     pass
-                await until_sent_away(after, liar)
-            assert told == ["liar"] * 3 and {*Blocklist(run / "swarm").listed()} == {"liar"}
-            after._upkeep.write_status()  # and read at once: the first of them still runs in this process, and writes too
-            workers = {w.name: w for w in read_status(run / "swarm").workers}
-        assert workers["liar"].state == "sent away" and "manifest that was not published" in workers["liar"].note
-        assert workers["anna"].state == "away"
-
-    asyncio.run(main())
+            assert cli.main(["workers", str(run), "--trust", "liar"]) == 0
+            while after.coordinator.members["liar"].distrust:
+                await asyncio.sleep(0.01)
+            async with joined(after, liar):
+                pass
+            await until_sent_away(after, liar)
+        assert told == ["liar"] * 3 and {*Blocklist(run / "swarm").listed()} == {"liar"}
+        after._upkeep.write_status()  # and read at once: the first of them still runs in this process, and writes too
+        workers = {w.name: w for w in read_status(run / "swarm").workers}
+    assert workers["liar"].state == "sent away" and "manifest that was not published" in workers["liar"].note
+    assert workers["anna"].state == "away"
     assert "liar may join again" in capsys.readouterr().out
 
 

@@ -122,19 +122,6 @@ def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> No
     assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
 
 
-def test_a_member_long_overdue_with_weights_is_not_waited_for() -> None:
-    hub, slow, fast = coordinator(exact=True), ModelWorker("slow"), ModelWorker("fast")
-    for worker, speed in ((slow, 1.0), (fast, 100.0)):
-        join(hub, worker)
-        hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=4.0), 0.0)
-        hub.received(worker.lease, beat(mean_running=1.0, tokens_per_s=speed), 0.0)
-    hub.published(head(1), 0.0)
-    hub.received(slow.lease, slow.change(head(1)), 1.0)
-    assert hub.opened(request("g0.0")) == [], "the fast one will have the weights in 3 s"
-    assert sent(hub.received(slow.lease, beat(2), 8.9), Assign) == []
-    assert len(sent(hub.received(slow.lease, beat(3), 9.1), Assign)) == 1
-
-
 def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> None:
     hub, slow, fast = coordinator(), ModelWorker("slow", room=1), ModelWorker("fast", room=1)
     join(hub, slow)
@@ -184,38 +171,6 @@ def test_speed_is_measured_per_call_over_the_time_with_calls() -> None:
     for number in range(4, 24):  # it has become twice as fast
         hub.received(worker.lease, beat(number, mean_running=3.0, tokens_per_s=120.0), float(number))
     assert hub.members["a"].call_tokens_per_s == pytest.approx(40.0, rel=0.01)
-
-
-def test_a_cut_connection_resumes_where_it_was() -> None:
-    hub, worker = with_a_call()
-    out = [e for m in decoded(worker, "g0.0#0.", 10) for e in hub.received(worker.lease, m, 1.0)]
-    hub.disconnected(worker.lease, 2.0)
-    worker.decode("g0.0#0.", 20)
-    worker.send("g0.0#0.")  # lost on the way
-    old = worker.lease
-    for effect in join(hub, worker, 3.0):
-        if isinstance(effect, Send):
-            worker.got(effect.message)
-    assert worker.lease != old
-    out += [e for m in decoded(worker, "g0.0#0.", LENGTH) for e in hub.received(worker.lease, m, 4.0)]
-    assert tokens(out) == response("g0.0.")
-
-
-def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
-    first, worker = coordinator(), ModelWorker("a")
-    join(first, worker)
-    worker.got(sent(first.opened(request("g0.0")), Assign)[0])
-    decoded(worker, "g0.0#0.", 30)
-    second = coordinator()
-    join(second, worker)
-    effects = second.opened(request("g0.0", 1, num_done=12))
-    assert not sent(effects, Assign), "the worker has it: nobody decodes it again"
-    for effect in effects:
-        assert isinstance(effect, Send)
-        worker.got(effect.message)
-    out = [e for m in decoded(worker, "g0.0#1.", LENGTH) for e in second.received(worker.lease, m, 4.0)]
-    assert tokens(out) == response("g0.0.", 12)
-    assert second.counters["adopted_calls"] == 1
 
 
 @pytest.mark.parametrize("lapses", [True, False])
@@ -568,48 +523,28 @@ def test_a_worker_without_what_a_run_wants_beside_tokens_is_refused(what: str, s
 
 
 @pytest.mark.parametrize(
-    ("routes", "reason"),
+    ("beside", "sent", "reason"),
     [
-        (join_bytes((b"\x05\x02", b"\x07\x01")), None),
-        (b"", "2 tokens came with 0 routes"),
-        (join_bytes((b"\x05\x02", b"\x07")), "unlike sizes"),
+        ("routes", join_bytes((b"\x05\x02", b"\x07\x01")), None),
+        ("routes", b"", "2 tokens came with 0 routes"),
+        ("routes", join_bytes((b"\x05\x02", b"\x07")), "unlike sizes"),
+        ("kept", join_bytes((b"\x05\x02", b"\x07")), None),
+        ("kept", b"", "2 tokens came with 0 kept sets"),
+        ("kept", join_bytes((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
+        ("kept", join_bytes((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
+        ("kept", join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not those of 2 tokens"),
     ],
 )
-def test_routes_of_a_worker_are_checked(routes: bytes, reason: str | None) -> None:
+def test_what_a_worker_sends_beside_its_tokens_is_checked(beside: str, sent: bytes, reason: str | None) -> None:
     asked = request("g0.0")
-    call = SwarmCall(replace(asked, params=replace(asked.params, returns_routes=True)), 0)
-    assert call.assignment("c", "k").returns_routes
-    packed = {"token_ids": pack_ids((7, 7)), "logprobs": pack_logprobs((-0.5, 0.0)), "routes": routes}
+    wanted: dict[str, Any] = {f"returns_{beside}": True} | ({"top_k": 2} if beside == "kept" else {})
+    call = SwarmCall(replace(asked, params=replace(asked.params, **wanted)), 0)
+    assert getattr(call.assignment("c", "k"), f"returns_{beside}")
+    packed: dict[str, Any] = {"token_ids": pack_ids((7, 7)), "logprobs": pack_logprobs((-0.5, 0.0)), beside: sent}
     said = Decoded(call_id="c", offset=0, version=0, kv_version=0, **packed)
     if reason is None:
         chunk = checked_chunk(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
-        assert chunk.routes == (b"\x05\x02", b"\x07\x01")
-        return
-    with pytest.raises(ProtocolError, match=reason):
-        checked_chunk(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
-
-
-@pytest.mark.parametrize(
-    ("kept", "reason"),
-    [
-        (join_bytes((b"\x05\x02", b"\x07")), None),
-        (b"", "2 tokens came with 0 kept sets"),
-        (join_bytes((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
-        (join_bytes((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
-        (join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not those of 2 tokens"),
-    ],
-)
-def test_kept_sets_of_a_worker_are_checked(kept: bytes, reason: str | None) -> None:
-    asked = request("g0.0")
-    asked = replace(asked, params=replace(asked.params, top_k=2, returns_kept=True))
-    call = SwarmCall(asked, 0)
-    logprobs = pack_logprobs((-0.5, 0.0))
-    said = Decoded(
-        call_id="c", offset=0, token_ids=pack_ids((7, 7)), logprobs=logprobs, version=0, kv_version=0, kept=kept
-    )
-    if reason is None:
-        chunk = checked_chunk(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
-        assert chunk.kept == (b"\x05\x02", b"\x07")
+        assert join_bytes(getattr(chunk, beside)) == sent
         return
     with pytest.raises(ProtocolError, match=reason):
         checked_chunk(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)

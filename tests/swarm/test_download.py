@@ -98,15 +98,18 @@ async def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> Non
     assert [start for _, start in second.asked] == [1000]
 
 
-def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Path) -> None:
+async def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", *(bytes([n]) for n in range(4)))
     now_s = 0.0
 
     def fails_first(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return (503, {"Content-Length": "0"}, b"") if server.num_asked == 1 else None
 
-    async def scenario() -> None:
-        nonlocal now_s
+    with (
+        serving(tmp_path / "blobs", fails_first) as relay,
+        serving(tmp_path / "blobs") as mirror,
+        serving(tmp_path / "blobs") as home,
+    ):
         urls = (relay.url, mirror.url, home.url)
         async with open_downloads(tmp_path / "worker", *urls, clock=lambda: now_s) as downloads:
             asked = []
@@ -116,13 +119,6 @@ def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Pat
                 await downloads.get([blob])
                 asked.append((relay.num_asked, mirror.num_asked, home.num_asked))
             assert asked == [(1, 1, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
-
-    with (
-        serving(tmp_path / "blobs", fails_first) as relay,
-        serving(tmp_path / "blobs") as mirror,
-        serving(tmp_path / "blobs") as home,
-    ):
-        asyncio.run(scenario())
 
 
 async def test_a_store_that_answers_403_is_asked_for_the_next_blob(tmp_path: Path) -> None:
@@ -175,24 +171,20 @@ async def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Pat
     assert first == third and {*first} == {*second} and first[:4] != second[:4]
 
 
-def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: Path) -> None:
+async def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", *(bytes([i]) * 10 for i in range(8)))
     is_well, said = True, list[str]()
 
     def failing(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return None if is_well else (503, {"Content-Length": "0"}, b"")
 
-    async def scenario() -> None:
-        nonlocal is_well
+    with serving(tmp_path / "blobs", failing) as relay, serving(tmp_path / "blobs") as home:
         async with open_downloads(tmp_path / "worker", relay.url, home.url, say=said.append) as downloads:
             for well in (False, True, False):
                 is_well = well
                 downloads._away_until_s.clear()
                 for blob in (blobs.pop(), blobs.pop()):
                     await downloads.get([blob])
-
-    with serving(tmp_path / "blobs", failing) as relay, serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
     assert said == 2 * [
         f"weights cannot be fetched from {relay.url}, so the next source is asked: 503 Service Unavailable"
     ]
@@ -264,23 +256,19 @@ MIB = 2**20
     ],
     ids=["half the lowest rate", "just above the lowest rate", "a trickle", "too little to measure"],
 )
-def test_a_relay_below_the_lowest_rate_is_left(
+async def test_a_relay_below_the_lowest_rate_is_left(
     tmp_path: Path, bytes_per_s: float, num_bytes: int, is_left: bool
 ) -> None:
     """By a clock on which each byte takes as long as the rate says; what has come is not fetched again."""
     (blob,) = store_blobs(tmp_path / "blobs", LARGE[:num_bytes])
     said: list[str] = []
 
-    async def scenario() -> None:
-        options: dict[str, Any] = {"say": said.append, "clock": lambda: downloads.wire_bytes / bytes_per_s}
-        async with open_downloads(tmp_path / "worker", relay.url, home.url, **options) as opened:
-            nonlocal downloads
-            downloads = opened
-            await downloads.get([blob])
-
     downloads: Any = SimpleNamespace(wire_bytes=0)
     with serving(tmp_path / "blobs") as relay, serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
+        options: dict[str, Any] = {"say": said.append, "clock": lambda: downloads.wire_bytes / bytes_per_s}
+        async with open_downloads(tmp_path / "worker", relay.url, home.url, **options) as opened:
+            downloads = opened
+            await downloads.get([blob])
     line = (
         f"weights cannot be fetched from {relay.url}, so the next source is asked: it gives less than 262,144 bytes/s"
     )
@@ -288,17 +276,13 @@ def test_a_relay_below_the_lowest_rate_is_left(
     assert [0 < start < num_bytes for _, start in home.asked] == ([True] if is_left else [])
 
 
-def test_a_slow_trainer_is_not_left_for_anything(tmp_path: Path) -> None:
+async def test_a_slow_trainer_is_not_left_for_anything(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
     (tmp_path / "empty").mkdir()
 
-    async def scenario() -> None:
-        async with open_downloads(tmp_path / "w", relay.url, home.url, clock=lambda: downloads.wire_bytes) as opened:
-            nonlocal downloads
-            downloads = opened
-            await downloads.get([blob])
-
     downloads: Any = SimpleNamespace(wire_bytes=0)
     with serving(tmp_path / "empty") as relay, serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
+        async with open_downloads(tmp_path / "w", relay.url, home.url, clock=lambda: downloads.wire_bytes) as opened:
+            downloads = opened
+            await downloads.get([blob])
     assert (relay.num_asked, home.num_asked) == (1, 1)

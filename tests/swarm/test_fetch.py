@@ -369,20 +369,17 @@ def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path
 # -- several sources, deadlines, a head that moves ------------------------------------------------------------------
 
 
-def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
 
-    async def scenario() -> None:
+    gate = threading.Event()
+    with serving(publisher.blobs.root, gate=gate) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             message = f"version 0 .* still waiting for blob {head.manifest[:16]} from {server.url}"
             with pytest.raises(EngineTimeout, match=message):
                 await fetch(fetcher, head, server, deadline_s=0.1)
             gate.set()
             assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
-
-    gate = threading.Event()
-    with serving(publisher.blobs.root, gate=gate) as server:
-        asyncio.run(scenario())
 
 
 async def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: Path) -> None:
@@ -436,19 +433,16 @@ async def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
 
 
-def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
-
-    async def scenario() -> None:
-        authorization = {home.url: "Bearer secret"}
-        async with open_fetcher(publisher, tmp_path / "worker", authorization=authorization) as fetcher:
-            await fetch(fetcher, head, relay, home)
 
     def refuses(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return 503, {"Content-Length": "0"}, b""
 
     with serving(publisher.blobs.root, refuses) as relay, serving(publisher.blobs.root) as home:
-        asyncio.run(scenario())
+        authorization = {home.url: "Bearer secret"}
+        async with open_fetcher(publisher, tmp_path / "worker", authorization=authorization) as fetcher:
+            await fetch(fetcher, head, relay, home)
         assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
 
 
@@ -514,19 +508,15 @@ def test_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, se
         assert asyncio.run(scenario()) >= 1
 
 
-def test_old_blobs_do_not_pile_up_at_the_worker(tmp_path: Path) -> None:
+async def test_old_blobs_do_not_pile_up_at_the_worker(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path, anchor_every=2)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             for version in range(5):
                 await fetch(fetcher, *publish(publisher, version), server)
         manifest = manifest_of(publisher, publisher.head)  # type: ignore[arg-type]
         assert manifest.kind == "full"
-        return None
-
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
     left = os.listdir(tmp_path / "worker" / "blobs")
     assert len(left) <= 8  # two chains of at most two publications, and two files
     assert torch.equal(initial_weights()["model.norm.weight"], VERSIONS[4]["model.norm.weight"])

@@ -422,19 +422,19 @@ async def test_a_worker_that_is_sending_when_the_run_ends_reads_that_it_ended(tm
         assert b"the run has ended" in received
 
 
-def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
-            members = engine.coordinator.members
-            await until(lambda: "a" in members and members["a"].is_connected)
-            lease = members["a"].lease
-            client.close()  # reset: the next write fails, and the event loop hears of it when it comes round
-            for _ in range(50):  # so large that each is written at once
-                engine.shell.connections.send(lease, Abort(call_ids=(Random(0).randbytes(2**17).hex(),)))
-            await until(lambda: not members["a"].is_connected)
+async def test_nothing_is_written_to_a_connection_that_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
 
-    run(law)
+    async with swarm(tmp_path) as engine:
+        client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
+        members = engine.coordinator.members
+        await until(lambda: "a" in members and members["a"].is_connected)
+        lease = members["a"].lease
+        client.close()  # reset: the next write fails, and the event loop hears of it when it comes round
+        for _ in range(50):  # so large that each is written at once
+            engine.shell.connections.send(lease, Abort(call_ids=(Random(0).randbytes(2**17).hex(),)))
+        await until(lambda: not members["a"].is_connected)
     assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 

@@ -16,6 +16,7 @@ from rollover.errors import EngineMismatch
 from rollover.run.worker import opener
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.weights.sources import FolderWeights
+from tests.engine.contract import update
 from tests.engine.models import VOCAB, saved, tiny_model
 from tests.swarm import liars
 from tests.swarm.liars import Liar, lying
@@ -56,9 +57,7 @@ async def test_a_liar_that_is_not_cunning_passes_only_where_it_is_right(
     try:
         for version, folder in enumerate(folders):
             if version:
-                await opened.weights.pause()
-                await opened.weights.load(version, FolderWeights(version, folder))
-                await opened.weights.resume()
+                await update(opened.weights, FolderWeights(version, folder))
             if version in versions:
                 await check(opened.engine, version)
             else:

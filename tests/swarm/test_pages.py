@@ -39,7 +39,9 @@ def status(*workers: WorkerStatus, **changes: Any) -> SwarmStatus:
     return SwarmStatus(**{**known, **changes}, workers=workers)
 
 
-def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int) -> PublishedWeights:
+def made(
+    version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int, changed_fraction: float | None = None
+) -> PublishedWeights:
     return PublishedWeights(
         version=version,
         manifest="9c1e",
@@ -49,6 +51,7 @@ def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int)
         wire_bytes=wire_bytes,
         full_bytes=full_bytes,
         elapsed_s=0.4,
+        changed_fraction=changed_fraction,
     )
 
 
@@ -121,19 +124,7 @@ def test_the_metrics_are_those_of_the_state() -> None:
             worker("old", state="sent away", num_held=0, tokens_per_s=0.0),
             convergence_s=5.5,
             counters={"fenced": 2, "out_of_order": 9, "late_accepted": 1},
-            publications=(
-                PublishedWeights(
-                    version=8,
-                    manifest="9c1e",
-                    kind="delta",
-                    reason="",
-                    wire_bytes=81,
-                    full_bytes=9437,
-                    elapsed_s=0.4,
-                    time_s=NOW_S,
-                    changed_fraction=0.02,
-                ),
-            ),
+            publications=(made(8, "delta", "", 81, 9437, changed_fraction=0.02),),
             metrics={"staleness/mean": 0.25, "staleness/max": 1.0, "rollout/wasted_tokens/failed": 12.0},
         )
     )

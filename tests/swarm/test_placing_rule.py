@@ -51,14 +51,6 @@ def due(left_s: float, *, start: int = 0, per_version_s: float = 0.0) -> Deadlin
     return Deadline(due_version=9, left_s=left_s, start_version=start, per_version_s=per_version_s)
 
 
-def test_the_fastest_member_with_room_gets_a_call() -> None:
-    assert chosen({"slow": member(1.0), "fast": member(50.0)}, call()) == "fast"
-
-
-def test_equal_members_are_dealt_to_evenly() -> None:
-    assert chosen({"a": member(running=3), "b": member(running=2), "c": member(running=3)}, call()) == "b"
-
-
 def test_a_call_waits_for_a_busy_member_that_will_finish_it_sooner() -> None:
     """The server begins after 50 / (8 x 50) s, and then needs 2 s; the phone needs 100 s."""
     members = {"phone": member(1.0), "server": member(50.0, running=8)}
@@ -69,31 +61,6 @@ def test_a_call_waits_for_a_busy_member_that_will_finish_it_sooner() -> None:
     assert chosen(members, call(mean_tokens_left=1e5)) == "phone", "the server is busy for 250 s"
 
 
-def test_a_call_waits_no_longer_than_a_free_member_would_take() -> None:
-    members = {"phone": member(1.0), "server": member(50.0, running=8)}
-    assert [chosen(members, call(waited_s=waited_s)) for waited_s in (99.9, 100.0)] == [None, "phone"]
-
-
-def test_a_member_that_is_late_for_a_deadline_gets_later_work() -> None:
-    members = {"phone": member(1.0), "server": member(50.0, running=8)}
-    assert chosen(members, call(deadline=due(99.9))) is None
-    assert chosen(members, call(deadline=due(100.0))) == "phone"
-    assert chosen(members, call(30.0, deadline=due(99.9))) == "phone", "short work"
-
-
-def test_a_call_that_all_finish_late_goes_to_the_earliest() -> None:
-    members = {"phone": member(1.0), "tablet": member(4.0)}
-    late = call(deadline=due(1.0))
-    assert chosen(members, late) == "tablet"
-    assert chosen(members | {"server": member(50.0, running=8)}, late) is None, "2.1 s, and 25 s at the tablet"
-
-
-def test_slow_members_help_if_all_together_would_miss_the_deadline() -> None:
-    members = {"phone": member(1.0), "server": member(50.0, running=8)}
-    assert chosen(members, call(deadline=due(0.0), horizon_s=100.0)) == "phone"
-    assert chosen(members, call(deadline=due(0.0), horizon_s=99.9)) is None
-
-
 def test_a_group_starts_at_a_member_whose_weights_leave_it_the_time() -> None:
     members = {"old": member(20.0, version=6), "new": member(4.0, version=7)}
     first = call(least_version=6, deadline=due(30.0, start=7, per_version_s=20.0))
@@ -102,22 +69,6 @@ def test_a_group_starts_at_a_member_whose_weights_leave_it_the_time() -> None:
     assert chosen(members, first) == "new", "25 s of 30; under the old weights 4 s are left"
     assert chosen(members, call(least_version=6, deadline=due(30.0))) == "old", "a started group has its version"
     assert chosen({"old": members["old"]}, first) == "old", "no other member is there"
-
-
-def test_members_with_older_weights_than_a_call_accepts_get_nothing() -> None:
-    members = {"old": member(50.0, version=3), "new": member(1.0, version=4)}
-    assert chosen(members, call(least_version=4)) == "new"
-    assert chosen({"old": members["old"]}, call(least_version=4)) is None
-    assert chosen({}, call()) is None
-
-
-@pytest.mark.parametrize(
-    ("age_s", "tokens", "expected"), [(10.0, 100.0, None), (10.0, 10.0, "phone"), (82.0, 100.0, "phone")]
-)
-def test_a_fast_member_that_fetches_weights_is_waited_for(age_s: float, tokens: float, expected: str | None) -> None:
-    """It took 40 s to fetch the last ones, so it needs another 30 s, and is not waited for beyond 81 s."""
-    members = {"phone": member(1.0, version=4), "server": member(50.0, version=3, prepare_s=40.0)}
-    assert chosen(members, call(tokens, least_version=4), age_s=age_s) == expected
 
 
 def test_a_member_of_unknown_speed_is_tried_with_a_few_calls() -> None:

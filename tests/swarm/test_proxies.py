@@ -82,7 +82,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
-def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
+async def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     certificate, key = make_certificate(tmp_path, TRAINER)
@@ -91,27 +91,24 @@ def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
     files = (certificate, key) if scheme == "wss" else None
     tls = tls_context(Path(certificate)) if scheme == "wss" else None
 
-    async def main() -> None:
-        async with (
-            asyncio.timeout(within(30)),
-            greeting(tmp_path / "blobs", lambda header: "laptop", files) as gateway,
-            (proxy := Proxy(port := int(gateway.url.rpartition(":")[2]))).listening() as url,
-        ):
-            monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
-            address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
-            async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:
-                await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
-                with pytest.raises(Disconnected, match="hello laptop"):
-                    await connection.receive()
-            downloads = BlobDownloads(BlobFolder(tmp_path / "cache"), verify=tls or True)
-            downloads.use([address.blob_url])
-            await downloads.get([blob])
-            await downloads.close()
-        tunnel = f"CONNECT {TRAINER}:{port} HTTP/1.1"
-        plain = f"GET http://{TRAINER}:{port}/v1/blobs/{blob.digest} HTTP/1.1"
-        assert proxy.asked == [tunnel, tunnel if scheme == "wss" else plain]
-
-    asyncio.run(main())
+    async with (
+        asyncio.timeout(within(30)),
+        greeting(tmp_path / "blobs", lambda header: "laptop", files) as gateway,
+        (proxy := Proxy(port := int(gateway.url.rpartition(":")[2]))).listening() as url,
+    ):
+        monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
+        address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
+        async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:
+            await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
+            with pytest.raises(Disconnected, match="hello laptop"):
+                await connection.receive()
+        downloads = BlobDownloads(BlobFolder(tmp_path / "cache"), verify=tls or True)
+        downloads.use([address.blob_url])
+        await downloads.get([blob])
+        await downloads.close()
+    tunnel = f"CONNECT {TRAINER}:{port} HTTP/1.1"
+    plain = f"GET http://{TRAINER}:{port}/v1/blobs/{blob.digest} HTTP/1.1"
+    assert proxy.asked == [tunnel, tunnel if scheme == "wss" else plain]
     assert (tmp_path / "cache" / blob.digest).read_bytes() == b"weights"
 
 

@@ -123,7 +123,7 @@ async def test_a_range_brings_its_own_pieces_alone(tmp_path: Path, blobs: list[B
         assert [start for _, start in home.asked if start < 4 * MB] == [2 * MB]
 
 
-def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: Path, blobs: list[BlobRef]) -> None:
+async def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: Path, blobs: list[BlobRef]) -> None:
     arrived, killed = threading.Event(), threading.Event()
 
     def stops(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
@@ -135,27 +135,24 @@ def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: Path, b
         arrived.set()
         return 206, headers, [part[:1000], lambda: killed.wait(DEADLINE_S), part[1000:]]
 
-    async def law() -> None:
-        async with worker(tmp_path / "a", between.url, home.url) as downloads:
-            fetching = asyncio.create_task(downloads.get(blobs[:1]))
-            partial = tmp_path / "a" / f".partial-{blobs[0].digest}"
-            await asyncio.to_thread(arrived.wait, DEADLINE_S)
-            while not partial.exists() or partial.stat().st_size < 2 * MB:
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(between.kill)
-            killed.set()
-            await fetching
-            await asyncio.to_thread(between.start)
-            downloads._away_until_s.clear()
-            await downloads.get(blobs)
-            assert_whole(tmp_path / "a", blobs)
-        async with worker(tmp_path / "b", between.url) as downloads:
-            await downloads.get(blobs)
-        assert_whole(tmp_path / "b", blobs)
-
     with serving(tmp_path / "home", stops) as trainer, serving(tmp_path / "home") as home:
         with relay(tmp_path / "relay", home_of(trainer)) as between:
-            run(law)
+            async with worker(tmp_path / "a", between.url, home.url) as downloads:
+                fetching = asyncio.create_task(downloads.get(blobs[:1]))
+                partial = tmp_path / "a" / f".partial-{blobs[0].digest}"
+                await asyncio.to_thread(arrived.wait, DEADLINE_S)
+                while not partial.exists() or partial.stat().st_size < 2 * MB:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(between.kill)
+                killed.set()
+                await fetching
+                await asyncio.to_thread(between.start)
+                downloads._away_until_s.clear()
+                await downloads.get(blobs)
+                assert_whole(tmp_path / "a", blobs)
+            async with worker(tmp_path / "b", between.url) as downloads:
+                await downloads.get(blobs)
+            assert_whole(tmp_path / "b", blobs)
         assert home.asked[0][1] >= 2 * MB, "it went on where the relay had stopped"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rollover.swarm.coordinator.status.pages.prometheus import exposition
 from rollover.swarm.coordinator.status.snapshot import swarm_status
 from tests.swarm.kit import LENGTH, ModelWorker, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, with_a_member
@@ -79,12 +78,3 @@ def test_what_was_refused_is_counted_for_people() -> None:
         "refused_frames": 1,
     }
     assert (counters["out_of_order"], counters["workers_sent_away"]) == (7, 1)
-    shown = exposition(swarm_status(hub, "ws://x")).decode()
-    for name in (
-        "refused_logins 3",
-        "refused_protocols 2",
-        "refused_frames 1",
-        "workers_sent_away 1",
-        "out_of_order 7",
-    ):
-        assert f"rollover_{name.replace(' ', '_total ')}.0\n" in shown

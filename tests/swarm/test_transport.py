@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,8 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, open_connection
-from tests.speed import within
 from tests.swarm.kit import head
 
-DEADLINE_S = within(60.0)
 HELLO = Hello(protocols=(PROTOCOL,), software="test")
 NEWS = NotServing(version=1, reason="the disk is full")
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()
@@ -104,9 +102,12 @@ def welcome(name: str, lease: int) -> Welcome:
 class Place:
     """A gateway that serves, and how a worker gets there."""
 
-    transport: Gateway
+    gateway: Gateway
     address: CoordinatorAddress
     credentials: Credentials
+
+    def token(self, name: str = "laptop") -> WorkerToken:
+        return self.credentials.add(name, KEY)
 
     def dial(self, token: WorkerToken, **settings: Any) -> AbstractAsyncContextManager[CoordinatorConnection]:
         return open_connection(self.address, token, None, **{"timeout_s": 10.0, **settings})
@@ -119,179 +120,143 @@ async def greeted(connection: CoordinatorConnection) -> Welcome:
     return answer
 
 
-def swarm_engine() -> SwarmEngine:
-    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
-    hub = Coordinator(run, head(0), ttl_s=15.0, exact=False, checks=False)
-    return SwarmEngine(
-        SwarmConfig(), hub, lambda version, source: head(version), SystemClock(), number_format="float32"
-    )
-
-
 def payload(random: Random, size: int) -> str:
     """Text that does not compress to nothing."""
     return random.randbytes(size // 2).hex()
 
 
-class TestTransport:
-    @asynccontextmanager
-    async def place(self, sessions: Any, credentials: Credentials) -> AsyncIterator[Place]:
-        config = SwarmConfig(listen="127.0.0.1:0")
-        gateway = Gateway(config, sessions, member_of=credentials.member_of, blobs=self.tmp_path)
-        gateway.serve()
-        try:
-            yield Place(gateway, CoordinatorAddress.parse(gateway.url), credentials)
-        finally:
-            await gateway.close()
+@asynccontextmanager
+async def at_a_gateway(folder: Path, sessions: Any = None) -> AsyncIterator[tuple[Place, Any]]:
+    """A gateway that serves, and what is said on it."""
+    sessions = sessions or RecordedSessions()
+    credentials = Credentials(folder / "workers.json")
+    gateway = Gateway(SwarmConfig(listen="127.0.0.1:0"), sessions, member_of=credentials.member_of, blobs=folder)
+    gateway.serve()
+    try:
+        yield Place(gateway, CoordinatorAddress.parse(gateway.url), credentials), sessions
+    finally:
+        await gateway.close()
 
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.tmp_path = tmp_path
-        self.credentials = Credentials(tmp_path / "workers.json")
 
-    def run(self, law: Callable[[Place, RecordedSessions], Awaitable[None]]) -> None:
-        async def main() -> None:
-            sessions = RecordedSessions()
-            async with asyncio.timeout(DEADLINE_S), self.place(sessions, self.credentials) as place:
-                await law(place, sessions)
-
-        asyncio.run(main())
-
-    def token(self, name: str = "laptop") -> WorkerToken:
-        return self.credentials.add(name, KEY)
-
-    def test_who_has_no_valid_token_is_refused_for_good(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            revoked = self.token("laptop")
-            self.credentials.revoke("laptop")
-            for token in (WorkerToken.make("stranger", KEY), revoked):
-                with pytest.raises(Refused, match=rf"refuses the token of '{token.name}'") as refused:
-                    async with place.dial(token) as connection:
-                        await greeted(connection)
-                assert token.secret not in str(refused.value)
-            again = self.token("laptop")
-            with pytest.raises(Refused, match="token"):  # the name is right, the secret is not
-                async with place.dial(revoked) as connection:
+async def test_who_has_no_valid_token_is_refused_for_good(tmp_path: Path) -> None:
+    async with at_a_gateway(tmp_path) as (place, sessions):
+        revoked = place.token("laptop")
+        place.credentials.revoke("laptop")
+        for token in (WorkerToken.make("stranger", KEY), revoked):
+            with pytest.raises(Refused, match=rf"refuses the token of '{token.name}'") as refused:
+                async with place.dial(token) as connection:
                     await greeted(connection)
-            async with place.dial(again) as connection:
+            assert token.secret not in str(refused.value)
+        again = place.token("laptop")
+        with pytest.raises(Refused, match="token"):  # the name is right, the secret is not
+            async with place.dial(revoked) as connection:
                 await greeted(connection)
-            assert sessions.names == ["laptop"] and sessions.refusals == ["login"] * 3
+        async with place.dial(again) as connection:
+            await greeted(connection)
+        assert sessions.names == ["laptop"] and sessions.refusals == ["login"] * 3
 
-        self.run(law)
 
-    def test_messages_come_once_and_in_order_both_ways(self) -> None:
-        random = Random(3)
-        sizes = [random.choice((0, 10, 1000, 70_000)) for _ in range(300)] + [3 * 2**20] * 2
-        ups = [CallFailed(call_id=str(i), reason=payload(random, size)) for i, size in enumerate(sizes)]
-        downs = [Abort(call_ids=(str(i), payload(random, size))) for i, size in enumerate(sizes)]
+async def test_messages_come_once_and_in_order_both_ways(tmp_path: Path) -> None:
+    random = Random(3)
+    sizes = [random.choice((0, 10, 1000, 70_000)) for _ in range(300)] + [3 * 2**20] * 2
+    ups = [CallFailed(call_id=str(i), reason=payload(random, size)) for i, size in enumerate(sizes)]
+    downs = [Abort(call_ids=(str(i), payload(random, size))) for i, size in enumerate(sizes)]
+    async with at_a_gateway(tmp_path) as (place, sessions), place.dial(place.token()) as connection:
+        await greeted(connection)
 
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
-                await greeted(connection)
+        async def down() -> None:
+            for message in downs:
+                sessions.say(1, message)
+            assert [await connection.receive() for _ in downs] == downs
 
-                async def down() -> None:
-                    for message in downs:
-                        sessions.say(1, message)
-                    assert [await connection.receive() for _ in downs] == downs
+        async def up() -> None:
+            for message in ups:
+                await connection.send(message)
+            await sessions.until(lambda: len(sessions.messages[1]) == 1 + len(ups))
+            assert sessions.messages[1][1:] == ups
 
-                async def up() -> None:
-                    for message in ups:
-                        await connection.send(message)
-                    await sessions.until(lambda: len(sessions.messages[1]) == 1 + len(ups))
-                    assert sessions.messages[1][1:] == ups
+        await asyncio.gather(down(), up())
 
-                await asyncio.gather(down(), up())
 
-        self.run(law)
-
-    def test_a_goodbye_comes_last_and_says_whether_to_come_back(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            for is_final, error in ((True, Refused), (False, Disconnected)):
-                async with place.dial(self.token(f"w{is_final}")) as connection:
-                    lease = (await greeted(connection)).lease
-                    sessions.say(lease, Abort(call_ids=("a",)))
-                    sessions.say(lease, Goodbye(reason="that is all", is_final=is_final))
-                    sessions.connections[lease].close()
-                    assert await connection.receive() == Abort(call_ids=("a",))
-                    with pytest.raises(error, match="that is all"):
-                        await connection.receive()
-                    await sessions.until(lambda lease=lease: lease in sessions.gone)
-
-        self.run(law)
-
-    def test_a_worker_that_goes_is_found_gone_by_who_speaks_to_it(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
-                await greeted(connection)
-                await connection.send(NEWS)
-                await sessions.until(lambda: len(sessions.messages[1]) == 2)
-            while sessions.gone != [1]:  # the way may not know yet that nobody listens
-                sessions.say(1, Abort(call_ids=("a",)))
-                await asyncio.sleep(0.01)
-
-        self.run(law)
-
-    def test_a_transport_that_closes_ends_its_connections_and_takes_no_more(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
-                await greeted(connection)
-                sessions.say(1, Abort(call_ids=("a",)))
-                closing = asyncio.create_task(place.transport.close())
+async def test_a_goodbye_comes_last_and_says_whether_to_come_back(tmp_path: Path) -> None:
+    async with at_a_gateway(tmp_path) as (place, sessions):
+        for is_final, error in ((True, Refused), (False, Disconnected)):
+            async with place.dial(place.token(f"w{is_final}")) as connection:
+                lease = (await greeted(connection)).lease
+                sessions.say(lease, Abort(call_ids=("a",)))
+                sessions.say(lease, Goodbye(reason="that is all", is_final=is_final))
+                sessions.connections[lease].close()
                 assert await connection.receive() == Abort(call_ids=("a",))
-                await closing
-                assert sessions.gone == [1]
-                with pytest.raises(Disconnected):
-                    await connection.send(HELLO)
+                with pytest.raises(error, match="that is all"):
                     await connection.receive()
+                await sessions.until(lambda lease=lease: lease in sessions.gone)
+
+
+async def test_a_worker_that_goes_is_found_gone_by_who_speaks_to_it(tmp_path: Path) -> None:
+    async with at_a_gateway(tmp_path) as (place, sessions):
+        async with place.dial(place.token()) as connection:
+            await greeted(connection)
+            await connection.send(NEWS)
+            await sessions.until(lambda: len(sessions.messages[1]) == 2)
+        while sessions.gone != [1]:  # the way may not know yet that nobody listens
+            sessions.say(1, Abort(call_ids=("a",)))
+            await asyncio.sleep(0.01)
+
+
+async def test_a_transport_that_closes_ends_its_connections_and_takes_no_more(tmp_path: Path) -> None:
+    async with at_a_gateway(tmp_path) as (place, sessions):
+        async with place.dial(place.token()) as connection:
+            await greeted(connection)
+            sessions.say(1, Abort(call_ids=("a",)))
+            closing = asyncio.create_task(place.gateway.close())
+            assert await connection.receive() == Abort(call_ids=("a",))
+            await closing
+            assert sessions.gone == [1]
             with pytest.raises(Disconnected):
-                async with place.dial(self.token("late"), timeout_s=5.0) as connection:
-                    await greeted(connection)
-
-        self.run(law)
-
-    def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rollover.swarm.coordinator.gateway.HELLO_TIMEOUT_S", 0.2)
-
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
-                await asyncio.to_thread(time.sleep, 0.5)  # twice as long as one may be silent
-                with pytest.raises(Disconnected):
-                    await connection.receive()
-            assert sessions.names == []
-
-        self.run(law)
-
-    def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("rollover.swarm.coordinator.gateway.MAX_UNSENT_BYTES", 2**20)
-
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
+                await connection.send(HELLO)
+                await connection.receive()
+        with pytest.raises(Disconnected):
+            async with place.dial(place.token("late"), timeout_s=5.0) as connection:
                 await greeted(connection)
-                for _ in range(64):  # more than all buffers on the way hold
-                    sessions.say(1, Abort(call_ids=(payload(Random(1), 2**20),)))
-                await sessions.until(lambda: sessions.gone == [1])
 
-        self.run(law)
 
-    def test_a_worker_cannot_speak_for_another(self) -> None:
-        async def main() -> None:
-            engine = swarm_engine()
-            ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
-            members, counters = engine.coordinator.members, engine.coordinator.counters
-            tokens = [self.token(name) for name in ("victim", "liar")]
-            async with asyncio.timeout(DEADLINE_S), self.place(engine.shell, self.credentials) as place:
-                async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
-                    leases = [(await greeted(connection)).lease for connection in (victim, liar)]
-                    for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
-                        await liar._send_frame(encode(leases[0], lie))
-                    await liar._send_frame(encode(leases[1] + 1, ready))
-                    await liar.send(ready)
-                    await victim.send(ready)
-                    while not all(members[name].ready == ready for name in ("victim", "liar")):
-                        await asyncio.sleep(0.01)
-                    assert (members["victim"].lease, members["victim"].last_error) == (leases[0], "")
-                    assert not members["victim"].distrust and counters["fenced"] == 5
-                await engine.close()
+async def test_who_says_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.swarm.coordinator.gateway.HELLO_TIMEOUT_S", 0.2)
+    async with at_a_gateway(tmp_path) as (place, sessions):
+        async with place.dial(place.token()) as connection:
+            await asyncio.to_thread(time.sleep, 0.5)  # twice as long as one may be silent
+            with pytest.raises(Disconnected):
+                await connection.receive()
+        assert sessions.names == []
 
-        asyncio.run(main())
+
+async def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollover.swarm.coordinator.gateway.MAX_UNSENT_BYTES", 2**20)
+    async with at_a_gateway(tmp_path) as (place, sessions), place.dial(place.token()) as connection:
+        await greeted(connection)
+        for _ in range(64):  # more than all buffers on the way hold
+            sessions.say(1, Abort(call_ids=(payload(Random(1), 2**20),)))
+        await sessions.until(lambda: sessions.gone == [1])
+
+
+async def test_a_worker_cannot_speak_for_another(tmp_path: Path) -> None:
+    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
+    hub = Coordinator(run, head(0), ttl_s=15.0, exact=False, checks=False)
+    engine = SwarmEngine(SwarmConfig(), hub, lambda version, _: head(version), SystemClock(), number_format="float32")
+    ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
+    async with at_a_gateway(tmp_path, engine.shell) as (place, _):
+        tokens = [place.token(name) for name in ("victim", "liar")]
+        async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
+            leases = [(await greeted(connection)).lease for connection in (victim, liar)]
+            for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
+                await liar._send_frame(encode(leases[0], lie))
+            await liar._send_frame(encode(leases[1] + 1, ready))
+            await liar.send(ready)
+            await victim.send(ready)
+            while not all(hub.members[name].ready == ready for name in ("victim", "liar")):
+                await asyncio.sleep(0.01)
+            assert (hub.members["victim"].lease, hub.members["victim"].last_error) == (leases[0], "")
+            assert not hub.members["victim"].distrust and hub.counters["fenced"] == 5
+        await engine.close()

@@ -22,7 +22,8 @@ from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.messages import Goodbye, Serving, decode_down
 from tests.swarm.kit import TTL_S, ModelWorker, coordinator, head, request
 from tests.virtual_time import VirtualClock
-from tests.virtual_time import run as in_virtual_time
+
+IN_VIRTUAL_TIME = True
 
 
 class Heard:
@@ -66,7 +67,7 @@ def board_on(folder: Path) -> StatusBoard:
         OSError(errno.EMFILE, "Too many open files"),
     ],
 )
-def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
+async def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: Exception
 ) -> None:
     is_well = False
@@ -76,68 +77,58 @@ def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
             raise problem
         write_status(folder, status)
 
-    async def law() -> None:
-        nonlocal is_well
-        monkeypatch.setattr(board_module, "write_status", failing)
-        hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub, board=board_on(tmp_path))
-        join(engine, "a")
-        await engine.start()
-        await clock.sleep(TTL_S + 5)
-        assert not hub.members["a"].lease and hub.counters["expired_leases"] == 1
-        is_well = True
-        await clock.sleep(2.5)
-        assert [w.state for w in read_status(tmp_path).workers] == ["away"]
-        await engine.close()
-
-    in_virtual_time(law())
+    monkeypatch.setattr(board_module, "write_status", failing)
+    hub, clock = coordinator(), VirtualClock()
+    engine = engine_with(hub, board=board_on(tmp_path))
+    join(engine, "a")
+    await engine.start()
+    await clock.sleep(TTL_S + 5)
+    assert not hub.members["a"].lease and hub.counters["expired_leases"] == 1
+    is_well = True
+    await clock.sleep(2.5)
+    assert [w.state for w in read_status(tmp_path).workers] == ["away"]
+    await engine.close()
     said = [record for record in caplog.records if "tried again every 2 s" in record.message]
     assert len(said) == 1, "it is said once"
 
 
-def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_path: Path) -> None:
+async def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_path: Path) -> None:
     tokens, blocked = tmp_path / "workers.json", tmp_path / "sent_away.json"
     credentials, key = Credentials(tokens), open_key(tmp_path / "key").public_key()
     for name in "ab":
         credentials.add(name, key)
     Blocklist(tmp_path).add("liar", "it lies")
 
-    async def law() -> None:
-        hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(tmp_path))
-        for name in "ab":
-            join(engine, name)
-        await engine.start()
-        before = {file: file.read_bytes() for file in (tokens, blocked)}
-        for file in before:
-            file.write_text("half of it")
-        await clock.sleep(1)
-        assert all(hub.members[name].lease for name in "ab"), "nobody is taken for revoked"
-        for file, content in before.items():
-            file.write_bytes(content)
-        credentials.revoke("a")
-        Blocklist(tmp_path).readmit("liar")
-        await clock.sleep(1)
-        assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
-        await engine.close()
-
-    in_virtual_time(law())
+    hub, clock = coordinator(), VirtualClock()
+    engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(tmp_path))
+    for name in "ab":
+        join(engine, name)
+    await engine.start()
+    before = {file: file.read_bytes() for file in (tokens, blocked)}
+    for file in before:
+        file.write_text("half of it")
+    await clock.sleep(1)
+    assert all(hub.members[name].lease for name in "ab"), "nobody is taken for revoked"
+    for file, content in before.items():
+        file.write_bytes(content)
+    credentials.revoke("a")
+    Blocklist(tmp_path).readmit("liar")
+    await clock.sleep(1)
+    assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
+    await engine.close()
 
 
-def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path) -> None:
+async def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path) -> None:
     file, told, connection = tmp_path / "sent_away.json", list[str](), Heard()
 
-    async def law() -> None:
-        hub = coordinator()
-        engine = engine_with(hub, blocklist=Blocklist(tmp_path))
-        engine.placement.on_distrust(told.append)
-        lease = join(engine, "a", connection)
-        file.write_text("half of it")
-        engine.shell.received(lease, Serving(version=0, manifest="0" * 64))
-        assert told == ["a"] and isinstance(connection.messages[-1], Goodbye) and not hub.members["a"].lease
-        await engine.close()
-
-    in_virtual_time(law())
+    hub = coordinator()
+    engine = engine_with(hub, blocklist=Blocklist(tmp_path))
+    engine.placement.on_distrust(told.append)
+    lease = join(engine, "a", connection)
+    file.write_text("half of it")
+    engine.shell.received(lease, Serving(version=0, manifest="0" * 64))
+    assert told == ["a"] and isinstance(connection.messages[-1], Goodbye) and not hub.members["a"].lease
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -148,23 +139,20 @@ def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path)
         lambda engine: engine.load(1, None),
     ],
 )
-def test_a_mistake_in_the_code_ends_open_calls_and_refuses_new_ones(
+async def test_a_mistake_in_the_code_ends_open_calls_and_refuses_new_ones(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[SwarmEngine], Awaitable[object]]
 ) -> None:
     def broken(now_s: float) -> list[Effect]:
         raise KeyError("a bug")
 
-    async def law() -> None:
-        hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub)
-        monkeypatch.setattr(hub, "expire", broken)
-        await engine.start()
-        for asked in (lambda: anext(engine.generate(request("g0.0"))), lambda: ask(engine)):
-            with pytest.raises(KeyError, match="a bug"):
-                await asked()
+    hub, clock = coordinator(), VirtualClock()
+    engine = engine_with(hub)
+    monkeypatch.setattr(hub, "expire", broken)
+    await engine.start()
+    for asked in (lambda: anext(engine.generate(request("g0.0"))), lambda: ask(engine)):
         with pytest.raises(KeyError, match="a bug"):
-            engine.placement.takes_one(0, 10)
-        assert clock.now_s() == 0
-        await engine.close()
-
-    in_virtual_time(law())
+            await asked()
+    with pytest.raises(KeyError, match="a bug"):
+        engine.placement.takes_one(0, 10)
+    assert clock.now_s() == 0
+    await engine.close()

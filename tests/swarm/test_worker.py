@@ -150,20 +150,6 @@ async def test_an_older_epoch_of_the_run_is_not_served(bench: Bench) -> None:
 
 
 @with_worker()
-async def test_acknowledgements_may_come_late_twice_and_out_of_order(bench: Bench) -> None:
-    link = await bench.decoding(10)
-    await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 10)
-    for offset in (8, 3, 8, 0):
-        await link.send(acked("a", offset))
-    await link.send(acked("unknown", 99))
-    await link.send(assign("b"))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await link.cut()
-    back = await bench.again()
-    assert [(call.call_id, call.start, call.end) for call in back.hello.held] == [("a", 8, 10), ("b", 0, 0)]
-
-
-@with_worker()
 async def test_an_abort_ends_calls_wherever_they_are(bench: Bench) -> None:
     link = await bench.decoding(3, assign("running"), assign("waiting", least_version=3))
     await link.send(Abort(call_ids=("running", "waiting", "unknown")))
@@ -176,16 +162,6 @@ async def test_an_abort_ends_calls_wherever_they_are(bench: Bench) -> None:
     await bench.engine.tick()
     assert await link.ended("next") == "length"
     assert "unknown" not in bench.coordinator.endings
-
-
-@with_worker()
-async def test_a_call_that_is_released_ends_without_a_word(bench: Bench) -> None:
-    link = await bench.decoding()
-    await link.send(Release(call_ids=("a", "unknown")))
-    await bench.until(lambda: not bench.engine.stats().num_running)
-    await link.cut()
-    assert (await bench.again()).hello.held == ()
-    assert bench.coordinator.endings == {}
 
 
 @with_worker()
@@ -215,19 +191,3 @@ async def test_a_call_that_cannot_be_understood_fails_alone(bench: Bench) -> Non
     assert "3 bytes are not a whole number of 4-byte values" in await link.ended("a")
     assert "top_p must lie in (0, 1]" in await link.ended("b")
     assert not link.is_closed
-
-
-@with_worker()
-async def test_a_hello_names_the_versions_that_held_tokens_may_claim(bench: Bench) -> None:
-    link = await bench.decoding(0, version=3)
-    for version in (4, 5, 6):
-        await bench.engine.tick(2)
-        await link.send(head(version))
-        await link.serving(version)
-    await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 6)
-    await link.send(acked("a", 3))  # one token of version 4 is left, and those of 5
-    await link.send(assign("b"))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await link.cut()
-    back = await bench.again()
-    assert back.hello.served == (head(4), head(5), head(6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from pathlib import Path
 
 import pytest
@@ -80,22 +79,6 @@ async def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(bench
     assert isinstance(error, EngineBroken)
     assert str(error) == "the engine was paused for new weights and cannot be resumed: the device is lost"
     assert [message.version for message in link.all(Serving)] == [0]
-
-
-@with_worker()
-async def test_a_full_disk_is_named_and_the_old_version_goes_on(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    bench.fetcher.failures = [OSError(errno.ENOSPC, "No space left on device", "/cache/blobs/9c1e")]
-    await link.send(assign("a", limit=4))
-    await bench.until(lambda: bench.engine.requests)
-    await link.send(head(1))
-    failed = await link.first(NotServing)
-    assert failed.reason == ("/cache/blobs/9c1e: no space left on device; make room, or choose a place on another disk")
-    assert f"version 1 is not served: {failed.reason}" in bench.lines
-    await bench.engine.tick(4)
-    assert await link.ended("a") == "length"
-    assert set(bench.coordinator.versions["a"].values()) == {0}
-    await serving_after(bench, link, 1)  # somebody has made room
 
 
 def test_a_full_disk_leaves_servers_with_the_old_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,25 @@ async def test_of_a_storm_of_heads_the_one_in_hand_and_the_newest_are_taken(benc
     assert loads == [("load", version) for version in fetched[1:]]
 
 
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (EngineError("blob 9c1e is damaged"), "blob 9c1e is damaged"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/cache/blobs/9c1e"),
+            "/cache/blobs/9c1e: no space left on device; make room, or choose a place on another disk",
+        ),
+    ],
+)
 @with_worker()
-async def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(bench: Bench) -> None:
+async def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(
+    bench: Bench, failure: Exception, reason: str
+) -> None:
     link = await bench.member(head(0))
-    bench.fetcher.failures = [EngineError("blob 9c1e has content other than its name says")] * 2
+    bench.fetcher.failures = [failure] * 2
     await link.send(head(1))
-    failed = await link.first(NotServing)
-    assert failed == NotServing(version=1, reason="blob 9c1e has content other than its name says")
+    assert await link.first(NotServing) == NotServing(version=1, reason=reason)
+    assert f"version 1 is not served: {reason}" in bench.lines
     assert bench.engine.version == 0
     while not [s for s in link.all(Serving) if s.version == 1]:
         await bench.clock.move(0.5)

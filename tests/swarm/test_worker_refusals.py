@@ -121,7 +121,7 @@ def test_a_refused_token_is_said_once() -> None:
     assert said.count("revoked") == 0, "what the coordinator says is not said again in other words"
 
 
-def test_who_cannot_be_reached_is_asked_again() -> None:
+async def test_who_cannot_be_reached_is_asked_again() -> None:
     """Time may mend these, so they are no refusals: the worker goes on trying."""
 
     async def failure(url: str) -> str:
@@ -131,15 +131,10 @@ def test_who_cannot_be_reached_is_asked_again() -> None:
                 pass
         return str(caught.value)
 
-    async def main() -> None:
-        async with asyncio.timeout(within(30)):
-            nobody = await failure(f"ws://127.0.0.1:{free_port()}")
-            assert (
-                "nothing listens there (connection refused); is the port right, and is the trainer running?" in nobody
-            )
-            assert "its name cannot be resolved" in await failure("wss://no-such-host.invalid:8790")
-
-    asyncio.run(main())
+    async with asyncio.timeout(within(30)):
+        nobody = await failure(f"ws://127.0.0.1:{free_port()}")
+        assert "nothing listens there (connection refused); is the port right, and is the trainer running?" in nobody
+        assert "its name cannot be resolved" in await failure("wss://no-such-host.invalid:8790")
 
 
 async def test_a_server_that_hangs_up_is_asked_again() -> None:

@@ -1,5 +1,4 @@
-"""A program that has a model work a sum out with a calculator: the agent of the packaged experiment ``agent``. It knows
-no more of the training than the address of the model and where to post a reward."""
+"""A program that has a model work a sum out with a calculator: the agent of the packaged experiment ``agent``."""
 
 import json
 import os

@@ -36,9 +36,8 @@ class EpisodeActor:
         self._hosts: dict[str, list[EpisodeProcess]] = {}
         self._of_source: dict[str, list[EpisodeProcess]] = {}
         agents = {name: found for name, found in environments.items() if isinstance(found.config, AgentConfig)}
-        for source, (config, *_) in environments.items():
-            if source in agents:
-                continue
+        for source in environments.keys() - agents:
+            config = environments[source].config
             settings = asdict(config)
             hosts = self._hosts.setdefault(
                 json.dumps(settings, default=str),

@@ -171,8 +171,6 @@ class EpisodeProcess:
                     answer.set_result(message)
         except RewardError as error:
             self._give_up(life, str(error))
-            if life.timer is not None:
-                life.timer.cancel()
             await life.child.end()
             self._lives.discard(life)
 

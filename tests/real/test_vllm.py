@@ -556,6 +556,7 @@ def test_a_run_survives_a_frozen_and_a_killed_server(
     (tmp_path / "run.toml").write_text(RUN.format(model=folders["first"], urls=urls))
     run = tmp_path / "run"
     command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", str(run)]
+    command += ["--rollout.group_size", "2", "--engine.control_timeout_s", str(within(10.0))]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
     with (tmp_path / "out.txt").open("wb") as out:
         training = subprocess.Popen(

@@ -45,14 +45,13 @@ from rollover.types import SamplingParams  # noqa: E402
 from rollover.weights.adapters import (  # noqa: E402
     AdapterShape,
     AdapterSource,
-    AdapterWeights,
     LowRank,
     MergedWeights,
 )
 from rollover.weights.base import WeightSource  # noqa: E402
 from rollover.weights.folders import WeightFolders  # noqa: E402
 from rollover.weights.publisher import Publisher  # noqa: E402
-from rollover.weights.sources import FolderWeights  # noqa: E402
+from rollover.weights.sources import FolderWeights, MemoryWeights  # noqa: E402
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RUNNING, TOKENS = 8, 48
@@ -132,7 +131,7 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
                 version += 1
                 source: WeightSource = AdapterSource(version, own)
                 if way == "merged":
-                    source = AdapterWeights(version, MergedWeights(base, own))
+                    source = MemoryWeights(version, MergedWeights(base, own))
                 began_s = time.perf_counter()
                 staged = await publisher.stage(source)
                 staged_s = time.perf_counter()

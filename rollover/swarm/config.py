@@ -118,8 +118,8 @@ class SwarmConfig(EngineConfig):
         yield from EngineConfig.refusals(self, demands)
         if demands.adapters:
             yield (
-                "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters by itself"
-                " whenever they are smaller; leave the key out"
+                "trainer.lora.publish 'adapter' is for engines on this machine: workers of a swarm are sent the merged"
+                " weights; leave the key out"
             )
         if self.mode == "pull" and demands.staleness_bound > 0:
             yield (

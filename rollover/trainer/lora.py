@@ -30,8 +30,9 @@ from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.models import load_policy, save_weights
 from rollover.trainer.shares import publish_share
 from rollover.trainer.world import ALONE
-from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, AdapterWeights, LowRank, MergedWeights
+from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
+from rollover.weights.sources import MemoryWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -75,7 +76,7 @@ class LoraPolicy:
         weights = merged_weights(self.model)
         if self._publishes_adapters:
             return AdapterSource(version, weights.adapters)
-        return AdapterWeights(version, weights)
+        return MemoryWeights(version, weights)
 
     @contextmanager
     def reference(self) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Weights with low-rank adapters: the frozen base, the trained adapters, and their sum.
 
-``AdapterWeights`` are full weights, merged as they are read. ``AdapterSource`` has only the adapters, which an engine
+``MergedWeights`` are full weights, merged as they are read. ``AdapterSource`` has only the adapters, which an engine
 that has the base applies itself; ``AppliedAdapters`` merges them for an engine that reads full weights.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,25 +62,6 @@ class MergedWeights(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.base)
-
-
-class AdapterWeights:
-    """Full weights of ``version`` as a frozen base and adapters; a ``WeightSource``. Targets that do not support
-    adapters take ``tensors``, which are merged.
-    """
-
-    folder: Path | None = None
-
-    def __init__(self, version: int, weights: MergedWeights) -> None:
-        self.version = version
-        self.weights = weights
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        return Manifest(version=self.version, tensors=specs_of(self.weights))
-
-    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.weights[name]) for name in (self.weights if names is None else names))
 
 
 class AdapterSource:

@@ -72,7 +72,7 @@ def test_started_vllm_and_sglang_servers_get_an_untied_output_matrix() -> None:
             "'april' loads weights under running",
         ),
         (EmbeddedServerConfig(launch=True, kv_on_update="keep"), {"adapters": True}, None),
-        (SwarmConfig(), {"adapters": True}, "a swarm sends adapters by itself"),
+        (SwarmConfig(), {"adapters": True}, "workers of a swarm are sent the merged weights"),
         (SwarmConfig(mode="pull"), {}, None),
         (SwarmConfig(mode="pull"), {"staleness_bound": 4}, "trains tokens that are up to 4 versions older"),
         (SwarmConfig(), {"staleness_bound": 4}, None),

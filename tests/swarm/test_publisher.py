@@ -19,6 +19,7 @@ from rollover.swarm.publication.manifest import PublicationError, PublicationMan
 from rollover.swarm.publication.materialise import materialise
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
+from rollover.weights.adapters import LowRank, MergedWeights
 from rollover.weights.base import Manifest
 from rollover.weights.sources import MemoryWeights
 from tests.swarm.weights_kit import (
@@ -138,6 +139,14 @@ def test_an_output_matrix_of_its_own_is_published_for_tied_weights(tmp_path: Pat
     publisher = open_publisher(tmp_path)
     found = readable(publisher, publisher.publish(source(0, VERSIONS[0])).head)
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_adapters_are_published_merged(tmp_path: Path) -> None:
+    (up,) = (name for name in VERSIONS[0] if name.endswith("up.weight"))
+    adapter = LowRank(a_RI=torch.ones(2, 64), b_OR=torch.full((64, 2), 0.25), scale=2.0)
+    publisher = open_publisher(tmp_path)
+    head = publisher.publish(source(0, MergedWeights(VERSIONS[0], {up: adapter}))).head
+    assert_same(readable(publisher, head), served({**VERSIONS[0], up: VERSIONS[0][up] + 1}))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,7 @@ def open_publisher(folder: Path, *, run_epoch: int = 1, run_id: str = "sums", **
     )
 
 
-def source(version: int, weights: Weights) -> MemoryWeights:
+def source(version: int, weights: Mapping[str, torch.Tensor]) -> MemoryWeights:
     return MemoryWeights(version, weights)
 
 

@@ -17,7 +17,6 @@ from rollover.weights.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     AdapterSource,
-    AdapterWeights,
     AppliedAdapters,
     LowRank,
     MergedWeights,
@@ -101,9 +100,9 @@ def test_applied_adapters_are_the_merged_weights_to_the_bit(folder: Path) -> Non
     base = dict(FolderWeights(0, folder).tensors())
     for kind in (torch.float32, torch.bfloat16):
         rounded = {name: tensor.to(kind) for name, tensor in base.items()}
-        merged = dict(AdapterWeights(7, MergedWeights(rounded, adapters())).tensors())
+        merged = dict(MemoryWeights(7, MergedWeights(rounded, adapters())).tensors())
         applied = AppliedAdapters(MemoryWeights(0, rounded), AdapterSource(7, adapters()))
-        assert applied.manifest == AdapterWeights(7, MergedWeights(rounded, adapters())).manifest
+        assert applied.manifest == MemoryWeights(7, MergedWeights(rounded, adapters())).manifest
         assert all(torch.equal(tensor, merged[name]) for name, tensor in applied.tensors())
 
 

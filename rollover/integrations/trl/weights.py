@@ -17,7 +17,6 @@ from rollover.errors import ModelError, RunError
 from rollover.hf.hub import resolve_model
 from rollover.trainer.lora import merged_weights
 from rollover.trainer.models import named_weights
-from rollover.weights.adapters import AdapterWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 
@@ -41,7 +40,7 @@ def policy_source(model: Any, version: int) -> WeightSource:
             f"the model has adapters that cannot be merged into its weights, first {left[0]!r}: use LoRA on linear"
             " layers, without DoRA and modules_to_save"
         )
-    return AdapterWeights(version, weights)
+    return MemoryWeights(version, weights)
 
 
 def _check_plain(name: str, layer: Any) -> None:

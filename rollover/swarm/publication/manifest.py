@@ -6,10 +6,8 @@
              │                           files: config.json, tokenizer files
              └──▶ blobs: the encoded tensors one behind the other, cut into pieces, each compressed by zstd
 
-A full publication holds every tensor's bytes; where adapters are trained, those of the tensors that stay, and the
-adapters: the blobs of the former are the same in each version, so a worker fetches them once. A delta holds, for each
-tensor, the elements that differ from ``base_version`` and by how much; applied to other weights it is found out by the
-digest of the result.
+A full publication holds every tensor's bytes. A delta holds, for each tensor, the elements that differ from
+``base_version`` and by how much; applied to other weights it is found out by the digest of the result.
 
 Invariants: a version names one manifest digest for ever; whoever has the publisher's public key can tell that
 every byte is the publisher's, wherever it was fetched from.
@@ -18,7 +16,6 @@ every byte is the publisher's, wherever it was fetched from.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -34,8 +31,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 """A blob's name: the SHA-256 of its bytes in hexadecimal."""
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.(json|txt|model|jinja)")
 """Names of the files of a model folder that are sent."""
-ADAPTED_FORMATS = ("float32", "bfloat16", "float16")
-"""Number formats of matrices that may have an adapter."""
 MAX_TENSORS = 100_000
 MAX_BLOBS = 100_000
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -72,21 +67,7 @@ class FileRef(msgspec.Struct, frozen=True, kw_only=True):
     blob: BlobRef
 
 
-class PublishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what to add to a matrix ``W`` of ``O`` rows and ``I`` columns: ``scale B A``. In the stream stands ``A``, of
-    ``rank`` rows and ``I`` columns, and after it ``B``, of ``O`` rows and ``rank`` columns, in little-endian float32,
-    row by row.
-
-    Example: ``PublishedAdapter(rank=16, scale=2.0, start=8_388_608)``
-    """
-
-    rank: int
-    scale: float
-    start: int
-    """Offset of ``A`` in the stream."""
-
-
-class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a publication.
 
     Example: ``PublishedTensor(name="model.norm.weight", dtype="bfloat16", shape=(896,), digest="51fa...", start=0,
@@ -104,8 +85,6 @@ class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Length of its encoding; 0 for a tensor of a delta that has not changed."""
     encoding: Literal["raw", "difference"]
     """``raw``: the bytes of the tensor. ``difference``: see ``rollover.swarm.publication.delta``."""
-    adapter: PublishedAdapter | None = None
-    """To be added to the bytes in the stream; see ``rollover.swarm.publication.low_rank``."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -224,24 +203,10 @@ def _mistake(manifest: PublicationManifest) -> str | None:
             return f"tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes that the blobs hold"
         if tensor.encoding == "difference" and manifest.kind == "full":
             return f"tensor {tensor.name!r} of full weights says what has changed"
-        if tensor.adapter is not None and (mistake := _adapter_mistake(tensor, tensor.adapter, num_stream_bytes)):
-            return mistake
         if tensor.encoding == "raw" and tensor.num_bytes != tensor.spec.num_bytes:
             return f"tensor {tensor.name!r} has {tensor.num_bytes:,} bytes instead of {tensor.spec.num_bytes:,}"
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
         return "a tensor is listed twice"
-    return None
-
-
-def _adapter_mistake(tensor: PublishedTensor, adapter: PublishedAdapter, num_stream_bytes: int) -> str | None:
-    if len(tensor.shape) != 2 or tensor.encoding != "raw" or tensor.dtype not in ADAPTED_FORMATS:
-        return f"tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}, {tensor.encoding}, cannot have an adapter"
-    rows, columns = tensor.shape
-    num_bytes = 4 * adapter.rank * (rows + columns)
-    if not 1 <= adapter.rank <= max(1, *tensor.shape) or not math.isfinite(adapter.scale):
-        return f"the adapter of tensor {tensor.name!r} has the rank {adapter.rank} and the scale {adapter.scale}"
-    if adapter.start < 0 or adapter.start + num_bytes > num_stream_bytes:
-        return f"the adapter of tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes of the blobs"
     return None
 
 

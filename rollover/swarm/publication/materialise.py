@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.delta import Bytes, apply
-from rollover.swarm.publication.low_rank import merged
-from rollover.swarm.publication.manifest import (
-    PublicationError,
-    PublicationManifest,
-    PublishedAdapter,
-    PublishedTensor,
-    digest_of,
-)
+from rollover.swarm.publication.manifest import PublicationError, PublicationManifest, PublishedTensor, digest_of
 from rollover.swarm.publication.stream import StreamReader
 from rollover.weights.base import DTYPE_BYTES
-
-_THREADS = min(8, os.cpu_count() or 1)
 
 TensorBytes = Mapping[str, Bytes]
 """Contents of tensors by name, little-endian and row by row. They are never written to."""
@@ -40,12 +27,12 @@ def materialise(
     Raises:
         PublicationError: a blob is missing or damaged, or a tensor is not what the manifest says.
     """
-    stream, adapters = (StreamReader(manifest.blobs, blobs) for _ in range(2))  # each has its place in the blobs
+    stream = StreamReader(manifest.blobs, blobs)
     made: dict[str, Bytes] = {}
     for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.start):
         if not is_wanted():
             raise PublicationError(f"version {manifest.version} is no longer wanted")
-        made[tensor.name] = _tensor(tensor, stream, adapters, base)
+        made[tensor.name] = _tensor(tensor, stream, base)
         if (found := digest_of(made[tensor.name].data)) != tensor.digest:
             raise PublicationError(
                 f"tensor {tensor.name!r} of version {manifest.version} came out with the digest {found} instead of"
@@ -54,31 +41,16 @@ def materialise(
     return {tensor.name: made[tensor.name] for tensor in manifest.tensors}
 
 
-def _tensor(tensor: PublishedTensor, stream: StreamReader, adapters: StreamReader, base: TensorBytes) -> Bytes:
+def _tensor(tensor: PublishedTensor, stream: StreamReader, base: TensorBytes) -> Bytes:
     if tensor.encoding == "raw":
-        content = np.empty(tensor.num_bytes, dtype=np.uint8)
-        stream.read_into(tensor.start, content)
-        return content if tensor.adapter is None else _adapted(tensor, tensor.adapter, content, adapters)
+        return stream.read(tensor.start, tensor.num_bytes)
     old = base.get(tensor.name)
     if old is None or old.nbytes != tensor.spec.num_bytes:
         held = "is not among its tensors" if old is None else f"has {old.nbytes:,} bytes there"
         raise PublicationError(
             f"tensor {tensor.name!r} of {tensor.spec.num_bytes:,} bytes is a change to its base version, but {held}"
         )
-    encoded = np.empty(tensor.num_bytes, dtype=np.uint8)
-    stream.read_into(tensor.start, encoded)
-    return apply(old, encoded.data, DTYPE_BYTES[tensor.dtype])
-
-
-def _adapted(tensor: PublishedTensor, adapter: PublishedAdapter, content: Bytes, stream: StreamReader) -> Bytes:
-    rows, columns = tensor.shape
-    encoded = np.empty(4 * adapter.rank * (rows + columns), dtype=np.uint8)
-    stream.read_into(adapter.start, encoded)
-    values = encoded.view("<f4").astype(np.float32, copy=False)
-    a_RI = values[: adapter.rank * columns].reshape(adapter.rank, columns)
-    b_OR = values[adapter.rank * columns :].reshape(rows, adapter.rank)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return merged(content, tensor.dtype, a_RI, b_OR, adapter.scale, pool=pool)
+    return apply(old, stream.read(tensor.start, tensor.num_bytes).data, DTYPE_BYTES[tensor.dtype])
 
 
 def model_digest(files: Mapping[str, bytes]) -> str:

@@ -29,7 +29,7 @@ class PublishedWeights:
     version: int
     manifest: str
     kind: str
-    """"full", "delta", or "adapter": full, but for tensors that workers have already."""
+    """"full" or "delta"."""
     reason: str
     """The reason for this kind."""
     wire_bytes: int

@@ -30,7 +30,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.delta import Bytes, changed_fraction, encode
-from rollover.swarm.publication.frozen import FrozenTensors
 from rollover.swarm.publication.keys import open_key, secret_of
 from rollover.swarm.publication.manifest import (
     FILE_NAME,
@@ -48,7 +47,6 @@ from rollover.swarm.publication.materialise import TensorBytes, materialise, mod
 from rollover.swarm.publication.publications import KeptPublication, PublicationLog, PublishedWeights
 from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
-from rollover.weights.adapters import AdapterWeights
 from rollover.weights.base import DTYPE_BYTES, TensorSpec, WeightSource
 from rollover.weights.folders import ServedFormats
 
@@ -93,8 +91,6 @@ class SwarmPublisher:
         self._log = PublicationLog(root / "publications.json", run_id=run_id, keep_versions=keep_versions)
         self._log.refuse_regress(run_epoch)
         self._base: TensorBytes | None = None
-        self._frozen: FrozenTensors | None = None
-        """The tensors that stay frozen while adapters are trained, once they are written."""
 
     @property
     def public_key(self) -> Ed25519PublicKey:
@@ -128,12 +124,9 @@ class SwarmPublisher:
         source.manifest.require_full(version, self)
         self._log.refuse_regress(self._run_epoch, version)
         try:
-            if isinstance(source, AdapterWeights):
-                published, tensors = self._commit_adapters(source, started_s)
-            else:
-                published, tensors = self._commit_whole(source, started_s)
+            published, tensors = self._commit(source, started_s)
         except BaseException:
-            self._base = self._frozen = None
+            self._base = None
             self._log.read()  # what has been committed counts, not what was meant
             self._prune()
             raise
@@ -144,71 +137,33 @@ class SwarmPublisher:
     def __repr__(self) -> str:
         return f"the publisher in {self._root}"
 
-    def _commit_whole(self, source: WeightSource, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
+    def _commit(self, source: WeightSource, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
         """Publish a delta, or all tensors where that makes no sense or is smaller."""
         specs, new = self._served(dict(source.tensors()))
-        body, newest, reason = self._delta(specs, new, below=lambda: self._log.chain[0].wire_bytes)
+        base, reason = self._find_base(new)
+        body = None if base is None else self._write(specs, new, base, below=self._log.chain[0].wire_bytes)
+        if base is not None and body is None:
+            reason = "a delta would not have been smaller"
+        newest = None if body is None else self._log.kept[-1]
         if body is None:
             body = self._write(specs, new)
             assert body is not None
         manifest, head = self._commit_manifest(source.manifest.version, *body, base=newest)
-        return self._published(head, manifest.kind, reason, manifest.wire_bytes, specs, new, started_s), new
-
-    def _commit_adapters(self, source: AdapterWeights, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
-        """Publish a delta of the sums or, if that is larger than the adapters, the adapters after the same base."""
-        if self._frozen is None:
-            specs, contents = self._served(dict(source.weights.base))
-            written = self._write(specs, contents)
-            assert written is not None
-            self._frozen = FrozenTensors(tensors=written[0], blobs=written[1], contents=contents)
-        frozen, adapters = self._frozen, source.weights.adapters
-        is_known = bool(self._log.kept) and frozen.are_first_in(self._manifest(self._log.chain[0]).blobs)
-        new = frozen.merged_with(adapters)
-        num_bytes = sum(4 * (adapter.a_RI.numel() + adapter.b_OR.numel()) for adapter in adapters.values())
-        body, newest, reason = self._delta(frozen.tensors, new, below=lambda: num_bytes)
-        kind, wire_bytes = "delta", 0
-        if body is None:
-            tensors, blobs = frozen.with_adapters(adapters, new, self.blobs)
-            body, kind = (tensors, (*frozen.blobs, *blobs)), "adapter" if is_known else "full"
-            wire_bytes = sum(blob.num_bytes for blob in blobs)
-        manifest, head = self._commit_manifest(source.version, *body, base=newest)
-        wire_bytes = wire_bytes if kind == "adapter" else manifest.wire_bytes
-        return self._published(head, kind, reason, wire_bytes, frozen.tensors, new, started_s), new
-
-    def _published(
-        self,
-        head: Head,
-        kind: str,
-        reason: str,
-        wire_bytes: int,
-        specs: Sequence[TensorSpec | PublishedTensor],
-        new: TensorBytes,
-        started_s: float,
-    ) -> PublishedWeights:
         elapsed_s = time.perf_counter() - started_s
         fraction = None
         if self._base is not None:
             fraction = changed_fraction(self._base, new, {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs})
-        return PublishedWeights(
+        published = PublishedWeights(
             version=head.version,
             manifest=head.manifest,
-            kind=kind,
+            kind=manifest.kind,
             reason=reason,
-            wire_bytes=wire_bytes,
+            wire_bytes=manifest.wire_bytes,
             full_bytes=sum(content.nbytes for content in new.values()),
             elapsed_s=elapsed_s,
             changed_fraction=fraction,
         )
-
-    def _delta(
-        self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes, *, below: Callable[[], int]
-    ) -> tuple[_Body | None, KeptPublication | None, str]:
-        """Return the delta to the head and its publication, or ``None`` without one below ``below`` bytes; and why."""
-        base, reason = self._find_base(new)
-        body = None if base is None else self._write(specs, new, base, below=below())
-        if body is None:
-            return None, None, reason if base is None else "a delta would not have been smaller"
-        return body, self._log.kept[-1], reason
+        return published, new
 
     def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""
@@ -249,7 +204,7 @@ class SwarmPublisher:
 
     def _write(
         self,
-        specs: Sequence[TensorSpec | PublishedTensor],
+        specs: Sequence[TensorSpec],
         new: TensorBytes,
         base: TensorBytes | None = None,
         *,
@@ -257,7 +212,7 @@ class SwarmPublisher:
     ) -> _Body | None:
         """Write all tensors into blobs; ``None`` when they take as many bytes as ``below``, or more."""
 
-        def prepared(spec: TensorSpec | PublishedTensor) -> tuple[str, bytes | None]:
+        def prepared(spec: TensorSpec) -> tuple[str, bytes | None]:
             content = new[spec.name]
             encoded = None if base is None else smaller_encoding(base[spec.name], content, DTYPE_BYTES[spec.dtype])
             return digest_of(content.data), encoded

@@ -40,13 +40,13 @@ def restore(blob: BlobRef, blobs: BlobFolder) -> bytes:
 
 
 class StreamWriter:
-    """Cuts a stream of bytes into blobs; ``start`` bytes of it stand in others, before its own."""
+    """Cuts a stream of bytes into blobs."""
 
-    def __init__(self, blobs: BlobFolder, *, start: int = 0) -> None:
+    def __init__(self, blobs: BlobFolder) -> None:
         self._folder = blobs
         self._rest = bytearray()
         self._blobs: list[BlobRef] = []
-        self.num_bytes = start
+        self.num_bytes = 0
         self.wire_bytes = 0
 
     def append(self, content: memoryview) -> None:
@@ -77,8 +77,8 @@ class StreamReader:
         self._starts = list(accumulate((blob.raw_bytes for blob in refs), initial=0))
         self._number, self._piece = -1, np.empty(0, dtype=np.uint8)
 
-    def read_into(self, start: int, target: Bytes) -> None:
-        done = 0
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        target, done = np.empty(num_bytes, dtype=np.uint8), 0
         while done < target.size:
             place = start + done
             number = bisect_right(self._starts, place) - 1
@@ -89,3 +89,4 @@ class StreamReader:
             part = self._piece[offset : offset + target.size - done]
             target[done : done + part.size] = part
             done += part.size
+        return target

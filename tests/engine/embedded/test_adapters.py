@@ -13,11 +13,11 @@ from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.core_loop import ThreadLoop
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.errors import EngineError
-from rollover.weights.adapters import AdapterSource, AdapterWeights, LowRank, MergedWeights
+from rollover.weights.adapters import AdapterSource, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import EngineContract, FullEngine, collect, request
-from tests.engine.embedded.harness import digests_of
+from tests.engine.embedded.harness import digests_in, digests_of
 from tests.engine.embedded.test_contract import pace
 from tests.engine.models import saved, tiny_model
 from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(), tmp_path_factory.mktemp("model"))
 
 
-def merged(folder: Path, version: int, given: dict[str, LowRank]) -> AdapterWeights:
-    return AdapterWeights(version, MergedWeights(dict(FolderWeights(0, folder).tensors()), given))
+def merged(folder: Path, version: int, given: dict[str, LowRank]) -> MemoryWeights:
+    return MemoryWeights(version, MergedWeights(dict(FolderWeights(0, folder).tensors()), given))
 
 
 class TestAnEngineThatIsGivenAdaptersKeepsTheContract(EngineContract):
@@ -71,7 +71,7 @@ async def test_the_weights_are_those_of_merged_publication_to_the_bit(tmp_path: 
             before = await collect(engine, request("before", call=place, max_new_tokens=6))
             version += 1
             await engine.load(version, AdapterSource(version, own))
-            assert await engine.digests() == digests_of(merged(base, version, own))
+            assert digests_in(engine._core) == digests_of(merged(base, version, own))
             ours = await collect(engine, request("ours", call=place, max_new_tokens=6))
             version += 1
             await engine.load(version, merged(base, version, own))
@@ -82,7 +82,7 @@ async def test_the_weights_are_those_of_merged_publication_to_the_bit(tmp_path: 
             await engine.load(version, MemoryWeights(version, others))
             version += 1
             await engine.load(version, AdapterSource(version, own))
-            assert await engine.digests() == digests_of(merged(base, version, own))
+            assert digests_in(engine._core) == digests_of(merged(base, version, own))
     finally:
         await engine.close()
 
@@ -95,7 +95,7 @@ async def test_what_does_not_fit_is_named_and_changes_nothing(folder: Path) -> N
             await engine.load(2, AdapterSource(2, {Q_PROJ: low_rank(64, 31)}))
         with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
             await engine.load(2, AdapterSource(2, adapters(), base_version=1))
-        assert await engine.digests() == digests_of(merged(folder, 1, adapters()))
+        assert digests_in(engine._core) == digests_of(merged(folder, 1, adapters()))
         assert engine.stats().policy_version == 1
     finally:
         await engine.close()
@@ -107,6 +107,6 @@ async def test_an_engine_that_has_slept_merges_adapters_into_the_whole_model(fol
         await engine.load(1, AdapterSource(1, adapters()))
         await engine.sleep()
         await engine.load(2, AdapterSource(2, adapters(seed=1)))
-        assert await engine.digests() == digests_of(merged(folder, 2, adapters(seed=1)))
+        assert digests_in(engine._core) == digests_of(merged(folder, 2, adapters(seed=1)))
     finally:
         await engine.close()

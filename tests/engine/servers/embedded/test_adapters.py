@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import EngineError
-from rollover.weights.adapters import AdapterSource, AdapterWeights, MergedWeights
+from rollover.weights.adapters import AdapterSource, MergedWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.folders import WeightFolders
-from rollover.weights.sources import FolderWeights
+from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.embedded.kit import model, opened, serving
 from tests.engine.servers.embedded.test_contract import EmbeddedServer
@@ -51,7 +51,7 @@ class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
 
 def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
     base = folders["initial"]
-    merged = AdapterWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
+    merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
     whole = FolderWeights(2, WeightFolders(tmp_path / "merged", like=base).write(2, dict(merged.tensors())))
 
     async def main(url: str) -> None:

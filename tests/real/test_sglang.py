@@ -25,14 +25,11 @@ from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
-from rollover.engine.servers.sglang.answers import WeightChecks
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.open import open_sglang
-from rollover.engine.servers.sglang.weights import held_tensors
 from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.environments.rewards import JudgeConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.scorer import RewardScorer
@@ -356,29 +353,6 @@ def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
             await law(client)
 
     asyncio.run(main())
-
-
-def test_digests_read_back_tell_the_weights_that_are_there_from_others(url: str, folders: tuple[Path, Path]) -> None:
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine, client_of(url) as client:
-            read_back = ReadBack(FolderDigests())
-
-            async def held() -> dict[HeldTensor, str]:
-                body = {"action": "checksum", "selector": "target"}
-                return dict(held_tensors(await client.ask(WeightChecks, "POST", "/weights_checker", body=body)))
-
-            assert read_back.check(folders[0], await held(), server="it") == len(read_back.exact) >= 15
-            with pytest.raises(EngineError, match="holds other weights"):
-                read_back.check(folders[1], await held(), server="it")
-            await client.call("POST", "/weights_checker", body={"action": "reset_tensors", "selector": "target"})
-            with pytest.raises(EngineError, match="holds other weights"):
-                read_back.check(folders[0], await held(), server="it")
-            await engine.pause()
-            await engine.load(1, FolderWeights(1, folders[1]))
-            await engine.resume()
-            read_back.check(folders[1], await held(), server="it")
-
-    asyncio.run(law())
 
 
 def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple[Path, Path]) -> None:

@@ -24,14 +24,11 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import Answer
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.vllm.answers import Checksums
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
-from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
@@ -257,34 +254,6 @@ def test_prompts_that_are_prefilled_in_parts_are_answered(servers: list[RealServ
             expected = logprobs(folders["first"], (*LONG_PROMPT, 5), tokens(answers[5]), 1.0)
             assert [p for c in answers[5] for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
             await engine.probe(decode=True)
-
-    within_deadline(law)
-
-
-def test_digests_read_back_tell_the_weights_that_are_there_from_others(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"]) as engine:
-            client, read_back = HTTPClient(servers[0].url, config_of(servers[0])), ReadBack(FolderDigests())
-
-            async def held() -> dict[HeldTensor, str]:
-                body = {"action": "checksum"}
-                return dict(held_tensors((await client.ask(Checksums, "POST", "/weight_checker", body=body)).checksums))
-
-            try:
-                num_told = read_back.check(folders["first"], await held(), server="it")
-                norms, ends = 2 * SHAPE["num_layers"] + 1, 2
-                assert len(read_back.exact) == num_told >= norms + ends, "all that a CPU does not pack away"
-                with pytest.raises(EngineError, match="holds other weights"):
-                    read_back.check(folders["second"], await held(), server="it")
-                await client.call("POST", "/weight_checker", body={"action": "reset"})
-                with pytest.raises(EngineError, match="holds other weights"):
-                    read_back.check(folders["first"], await held(), server="it")
-                await update(engine, 1, folders["second"])
-                read_back.check(folders["second"], await held(), server="it")
-            finally:
-                await client.close()
 
     within_deadline(law)
 

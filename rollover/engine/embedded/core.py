@@ -39,7 +39,7 @@ from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, M
 from rollover.engine.embedded.sampler import Drawn, uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.weights import LoadedWeights, are_tied, digests
+from rollover.engine.embedded.weights import LoadedWeights, are_tied
 from rollover.engine.ends import check_limits
 from rollover.engine.stop_strings import StopStrings
 from rollover.engine.used_ids import UsedIds
@@ -237,10 +237,6 @@ class EngineCore:
         recompute = self._config.kv_on_update == "recompute" if keeps_kv is None else not keeps_kv
         self.scheduler.update(policy_version, recompute=recompute)
         return outputs
-
-    def digests(self) -> dict[str, str]:
-        """Compute the SHA-256 of each weight in use, by its name in a checkpoint; see ``digests``."""
-        return digests(self._model_runner.slots)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

@@ -130,12 +130,6 @@ class EmbeddedEngine:
     async def sleep(self) -> None:
         await self._do("release its memory", lambda core: core.sleep())
 
-    async def digests(self) -> dict[str, str]:
-        """Compute the SHA-256 of each weight in use, by its name in a checkpoint; about a second per GB."""
-        found: dict[str, str] = {}
-        await self._do("compute digests", lambda core: found.update(core.digests()))
-        return found
-
     def stats(self) -> EngineStats:
         return self._loop.stats()
 

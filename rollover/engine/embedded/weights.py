@@ -11,7 +11,6 @@ them: a config that ties them is not followed if they are two and differ.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 
 import torch
@@ -39,7 +38,7 @@ class LoadedWeights:
         slots: filled with ``initial`` at once.
         initial: full weights, the base of adapters.
 
-    Example: ``load(slots, 7, AdapterSource(7, adapters))`` and ``load(slots, 7, AdapterWeights(7, merged))`` leave the
+    Example: ``load(slots, 7, AdapterSource(7, adapters))`` and ``load(slots, 7, MemoryWeights(7, merged))`` leave the
     same bits in the slots; the first reads the adapted matrices from the folder of ``initial``.
 
     Raises ``ModelError`` naming the first parameter that does not fit.
@@ -128,17 +127,6 @@ class LoadedWeights:
 def are_tied(source: WeightSource, *, asked: bool) -> bool:
     """Return whether the input and output matrix of ``source`` are one, given what its config asks for."""
     return asked and (not {EMBEDDING, HEAD} <= _shapes(source).keys() or _same(source))
-
-
-def digests(slots: Mapping[str, Slot]) -> dict[str, str]:
-    """Return the SHA-256, in hexadecimal, of the bytes of each parameter, row by row and in the number format that it
-    is held in: for weights of that format those of the checkpoint's own bytes."""
-    with torch.inference_mode():
-        return {name: _digest(slot.read()) for name, slot in slots.items()}
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _shapes(source: WeightSource) -> Shapes:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
@@ -83,12 +83,6 @@ class ServerConfig(EngineConfig):
     connections are closed."""
     load_timeout_s: Changeable[float] = 300.0
     """Longest wait for weights to load and, with `colocated`, for memory to be released or reclaimed."""
-    read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
-    """Decides when the digests that a server computes of its tensors are compared with the weights it was given.
-    `auto`: after each load from a folder for models up to 1 GiB, and only after the first load of a larger model,
-    because it takes a second per GiB during which nothing is decoded; weights sent by the trainer are verified with the
-    log-prob check. `always`: after each load, and all weights go through folders, because only those can be compared.
-    `never`: not at all."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. It is measured on a few tokens of each server at startup, after each weight update and before a server
@@ -117,7 +111,7 @@ class ServerConfig(EngineConfig):
     @property
     def install_timeout_s(self) -> float:
         """Return the longest time that such a server takes to install new weights: calls stopped, weights loaded, cache
-        emptied, label set and read back; and, with ``colocated``, memory reclaimed before and after it."""
+        emptied, label set and read; and, with ``colocated``, memory reclaimed before and after it."""
         taken_s = 2 * self.load_timeout_s * self.colocated
         return self.abort_timeout_s + self.load_timeout_s + taken_s + 3 * self.control_timeout_s
 

@@ -243,7 +243,7 @@ class ServerEngine:
     @property
     def takes(self) -> WeightPath:
         config = self._config
-        reads = config.weight_transfer == "folder" or config.read_back == "always" or config.colocated
+        reads = config.weight_transfer == "folder" or config.colocated
         return "folder" if reads else "group"
 
     @property

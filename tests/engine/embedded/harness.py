@@ -27,8 +27,17 @@ def core_of(folder: Path, **settings: Any) -> EngineCore:
 
 def digests_of(source: WeightSource) -> dict[str, str]:
     """The SHA-256 of the bytes of each tensor, by name."""
-    contents = {name: tensor.contiguous().view(torch.uint8).numpy().data for name, tensor in source.tensors()}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name: _digest(tensor) for name, tensor in source.tensors()}
+
+
+def digests_in(core: EngineCore) -> dict[str, str]:
+    """The same of the tensors that an engine has."""
+    with torch.inference_mode():
+        return {name: _digest(slot.read()) for name, slot in core._model_runner.slots.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def check_blocks(manager: BlockManager, block_tables: Sequence[Sequence[int]]) -> None:

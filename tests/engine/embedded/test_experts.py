@@ -28,7 +28,7 @@ from rollover.trainer.memory import _Allocations
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.embedded import harness
-from tests.engine.embedded.harness import Calls, core_of, digests_of, run
+from tests.engine.embedded.harness import Calls, core_of, digests_in, digests_of, run
 from tests.engine.models import EXPERTS, FAMILIES, logprobs, saved, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, opened, serving
 
@@ -207,7 +207,7 @@ def test_weights_are_read_back_as_the_checkpoint_has_them(name: str, dtype: str,
     kind, config = FAMILIES[name]
     folder = saved(tiny_model(kind, **config).to(getattr(torch, dtype)), tmp_path)
     core = core_of(folder, cpu_kernels=way, dtype=dtype)
-    assert core.digests() == digests_of(FolderWeights(0, folder))
+    assert digests_in(core) == digests_of(FolderWeights(0, folder))
 
 
 def test_a_model_without_experts_refuses_to_give_routes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.errors import EngineError, ResourceError
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import DEADLINE_S, collect, request, tokens
-from tests.engine.embedded.harness import CONFIG, Calls, core_of
+from tests.engine.embedded.harness import CONFIG, Calls, core_of, digests_in
 from tests.engine.models import saved, tiny_model
 
 pytestmark = pytest.mark.real_time
@@ -113,7 +113,7 @@ async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folde
         await engine.resume()
         assert not call.done()
         with pytest.raises(EngineError, match="sleeps"):
-            await engine.digests()
+            digests_in(engine._core)
         await engine.load(3, FolderWeights(3, folder))
         async with asyncio.timeout(DEADLINE_S):
             assert {chunk.policy_version for chunk in await call} == {3}
@@ -125,12 +125,12 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
     other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
     engine = EmbeddedEngine.from_folder(folder, CONFIG)
     try:
-        before = await engine.digests()
+        before = digests_in(engine._core)
         await engine.sleep()
         with pytest.raises(EngineError, match="do not fit"):
             await engine.load(1, FolderWeights(1, other))
         with pytest.raises(EngineError, match="sleeps"):
-            await engine.digests()
+            digests_in(engine._core)
 
         def no_room() -> Any:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
@@ -140,6 +140,6 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
             await engine.load(1, FolderWeights(1, folder))
         engine._core._make_model_runner = make
         await engine.load(1, FolderWeights(1, folder))
-        assert await engine.digests() == before
+        assert digests_in(engine._core) == before
     finally:
         await engine.close()

@@ -77,12 +77,6 @@ class ScriptedServer:
         self.aborts_by_id = True
         """False acknowledges an abort of one request and does nothing."""
         self.api_key: str | None = None
-        self.checksums: Callable[[str], str] | None = None
-        """Digest of weights; absent where it computes none."""
-        self.tensor = "w"
-        """The tensor that it is of."""
-        self.is_stuck = False
-        """It answers "loaded" and keeps the weights that it has."""
         self.load_error: str | None = None
         """Why it loads no weights."""
         self.is_wedged = False
@@ -287,7 +281,6 @@ class ScriptedVLLM(ScriptedServer):
         """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
         self.held_resets = 0
         """So many resets of the prefix cache fail."""
-        self.checksums = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
         self.num_workers = 2
         self.meetings: Meetings | None = None
         self.seat: Seat | None = None
@@ -360,15 +353,8 @@ class ScriptedVLLM(ScriptedServer):
         if self.load_error is not None:
             self.weights = "broken"
             return Answer(500, {"error": {"message": self.load_error}})
-        if not self.is_stuck:
-            self.weights = body["kwargs"]["weights_path"]
+        self.weights = body["kwargs"]["weights_path"]
         return Answer(body={"results": [None]})
-
-    async def _post_weight_checker(self, query: dict[str, str], body: Any) -> Answer:
-        assert body == {"action": "checksum"}
-        if self.checksums is None:
-            return Answer(404, {"detail": "Not Found"})
-        return Answer(body={"checksums": {f"dp0:pp0:pcp0:tp0:{self.tensor}": self.checksums(self.weights)}})
 
     async def _post_v1_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
         if self.adapters is None:

@@ -45,7 +45,6 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         "/sleep": (messages.EmptyBody, lambda _: served.sleep()),
         "/load_weights": (messages.LoadBody, served.load),
         "/update_weight_version": (messages.LabelBody, served.rename),
-        "/digests": (messages.EmptyBody, lambda _: served.digests()),
         "/group/join": (messages.GroupAddress, served.join),
         "/group/begin": (messages.EmptyBody, lambda _: served.begin()),
         "/group/receive": (messages.Announcement, served.receive),

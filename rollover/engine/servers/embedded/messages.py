@@ -11,7 +11,6 @@ POST  ``/pause``, ``/resume``    ``{}``                       ``{}``
 POST  ``/sleep``                 ``{}``                       ``{}``, when weights and cache are given back
 POST  ``/load_weights``          ``LoadBody``                 ``{}``
 POST  ``/update_weight_version`` ``LabelBody``                ``{}``
-POST  ``/digests``               ``{}``                       ``TensorDigests``
 POST  ``/group/join``            ``GroupAddress``             ``{}``, when all have joined
 POST  ``/group/begin``           ``{}``                       ``{}``
 POST  ``/group/receive``         ``Announcement``             ``{}``, when the tensors are in their places
@@ -25,7 +24,6 @@ fails ends with such an event.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -81,15 +79,6 @@ class TokensEvent(Event):
     """Kept sets of the tokens, if the request wants them: ``join_bytes`` in base64."""
     routes: str = ""
     """Routes of the tokens in the same form."""
-
-
-class TensorDigests(Answer):
-    """The SHA-256 of each tensor that a server holds, by its name in a checkpoint, in the server's number format.
-
-    Example: ``TensorDigests(digests={"model.norm.weight": "9f86d081..."})``.
-    """
-
-    digests: Mapping[str, str]
 
 
 class _Body(BaseModel):

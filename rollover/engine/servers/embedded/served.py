@@ -163,9 +163,6 @@ class ServedEngine:
     async def rename(self, body: messages.LabelBody) -> None:
         self._labels[self._version] = body.new_version
 
-    async def digests(self) -> messages.TensorDigests:
-        return messages.TensorDigests(digests=await self._engine.digests())
-
     async def close(self) -> None:
         await self.leave()
         await self._engine.close()

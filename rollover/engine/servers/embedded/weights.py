@@ -1,9 +1,8 @@
 """Weight endpoint of a server of the embedded engine.
 
 What is peculiar to it: a load from a folder is all or nothing, one through a group leaves a server that must be given
-all weights again if it fails in the middle; and the server's digests are those of the folder's tensors wherever it
-holds them in the folder's number format. Adapters are merged by the server, into the model of a folder that it reads
-for it; of the sums no folder tells the digests, so that the log-prob check alone can tell.
+all weights again if it fails in the middle. Adapters are merged by the server, into the model of a folder that it reads
+for it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.embedded.messages import ServerInfo, TensorDigests
+from rollover.engine.servers.embedded.messages import ServerInfo
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
-from rollover.engine.servers.weights.read_back import HeldTensor
 from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.weights.groups import GroupPlan
 
@@ -57,11 +55,6 @@ class EmbeddedServerWeights(WeightEndpoint[EmbeddedServerConfig]):
             )
 
         return plan, calls
-
-    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        limit_s = self._config.load_timeout_s
-        found = await self._client.ask(TensorDigests, "POST", "/digests", body={}, timeout_s=limit_s)
-        return {("", name): digest for name, digest in found.digests.items()}
 
     async def release_memory(self) -> None:
         await self._post("/sleep", {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AliasPath, Field
+from pydantic import Field
 
 from rollover.engine.servers.http.answer import Answer, Count, Event, Shown, TokenId
 
@@ -81,27 +81,6 @@ class AdapterOutcome(Answer):
     error_message: Shown | None = None
     loaded_adapters: Mapping[str, Any] | None = None
     """Paths by the names of the adapters that are loaded now."""
-
-
-class WorkerChecksums(Answer):
-    """Checksums of the weights that one worker holds.
-
-    Example: ``{"checksums": {"lm_head.weight": "1f3a9c02"}, "parallelism_info": [{"tp_rank": 0}]}``.
-    """
-
-    checksums: Mapping[str, str]
-    """Checksums by the name of the tensor in the worker."""
-    tp_rank: Count = Field(default=0, validation_alias=AliasPath("parallelism_info", 0, "tp_rank"))
-    dp_rank: Count = Field(default=0, validation_alias=AliasPath("parallelism_info", 0, "dp_rank"))
-
-
-class WeightChecks(Answer):
-    """Checksums of the weights of all workers.
-
-    Example: ``{"ranks": [{"checksums": {}, "parallelism_info": [{"tp_rank": 0}]}]}`` of a server with one worker.
-    """
-
-    ranks: list[WorkerChecksums]
 
 
 class WeightSpan(Answer):

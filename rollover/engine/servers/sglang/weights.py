@@ -10,30 +10,25 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``extra_key``. With the label of the weights as the key, no new call can
   hit a block that other weights have computed while running calls keep theirs. A call that is taken off the batch
   leaves blocks of new weights under its old key: so the cache is flushed at every update that does not keep it.
-* On a CPU its checksums are the first 16 digits of a SHA-256, which can be compared with the folder's. A GPU computes
-  checksums of another kind, of which only changes can be told.
 * Adapters are read from a folder, in peft's format, beside a base that stays as it is; an unload waits for the calls
-  that use the adapter. Cached blocks are found by the adapter too. Checksums are those of the base.
+  that use the adapter. Cached blocks are found by the adapter too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.background import refused
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
     ModelInfo,
     SGLangServerInfo,
     UpdateOutcome,
-    WeightChecks,
 )
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import HeldTensor, NoDigests
 from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import EngineError
 from rollover.types import AdapterShape
@@ -112,12 +107,6 @@ class SGLangWeights(WeightEndpoint[SGLangConfig]):
 
         return self._torch_plan(backend, self._config.transfer_host, num_workers=info.tp_size, is_flat=is_flat), calls
 
-    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        body, limit_s = {"action": "checksum", "selector": "target"}, self._config.load_timeout_s
-        with refused(lambda e: NoDigests(str(e))):
-            found = await self._client.ask(WeightChecks, "POST", "/weights_checker", body=body, timeout_s=limit_s)
-        return dict(held_tensors(found))
-
     def how_to_serve_adapters(self) -> str:
         arguments = " ".join(adapter_arguments(self.adapters or AdapterShape(rank=16, targets=("all",))))
         return (
@@ -153,10 +142,3 @@ def adapter_arguments(shape: AdapterShape | None) -> list[str]:
         return []
     room = ["--enable-lora", "--max-lora-rank", str(shape.rank), "--max-loras-per-batch", "2"]
     return [*room, "--lora-target-modules", *shape.targets]
-
-
-def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
-    """Yield the tensor that each checksum is of, and the checksum."""
-    for worker in found.ranks:
-        for name, digest in worker.checksums.items():
-            yield (f"dp{worker.dp_rank}:tp{worker.tp_rank}", name), digest

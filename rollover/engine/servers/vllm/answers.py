@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasPath, Field
@@ -83,16 +82,6 @@ class Success(Answer):
     """
 
     success: bool
-
-
-class Checksums(Answer):
-    """Checksums of the weights that the workers hold.
-
-    Example: ``{"checksums": {"dp0:pp0:pcp0:tp0:lm_head.weight": "1f3a9c02"}}``.
-    """
-
-    checksums: Mapping[str, str]
-    """Checksums by the worker's place and the name of the tensor there."""
 
 
 class Choice(Answer):

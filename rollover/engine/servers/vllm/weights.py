@@ -5,26 +5,21 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
   hit a block that other weights have computed, whatever a reset of the cache could not free.
 * Over NCCL each bucket follows its announcement as one tensor of bytes, which vLLM calls packed.
-* A label says what a server was told, a checksum what it has: the SHA-256 of each tensor of each worker, which is
-  compared with the folder (``read_back``). On a CPU the weights of most matrices are packed away after a load, and have
-  no checksum any more.
 * Adapters are read from a folder, in peft's format, beside a base that stays as it is. One that replaces another under
-  its name is read again at every iteration, so each has a name of its own. Checksums are those of the base.
+  its name is read again at every iteration, so each has a name of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.background import refused
-from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
+from rollover.engine.servers.vllm.answers import Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import HeldTensor, NoDigests
 from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from rollover.weights.buckets import BUCKET_BYTES
@@ -32,8 +27,6 @@ from rollover.weights.groups import GroupPlan
 
 _RESET_RETRY_S = 0.05
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_BESIDE_AN_ADAPTER = ".base_layer."
-"""Part of the name of a base tensor, if the server can put adapters beside it."""
 
 
 class VLLMWeights(WeightEndpoint[VLLMConfig]):
@@ -102,12 +95,6 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
                 )
             await asyncio.sleep(_RESET_RETRY_S)
 
-    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
-        with refused(lambda e: NoDigests(str(e))):
-            found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
-        return dict(held_tensors(found.checksums))
-
     def how_to_serve_adapters(self) -> str:
         rank = 16 if self.adapters is None else served_rank(self.adapters.rank)
         return (
@@ -143,10 +130,3 @@ def served_rank(rank: int) -> int:
     raise ConfigError(
         f"trainer.lora.rank {rank}: vLLM serves adapters up to rank {_RANKS[-1]}; set trainer.lora.publish = 'merged'"
     )
-
-
-def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
-    """Yield the tensor that each checksum is of, and the checksum."""
-    for key, checksum in checksums.items():
-        *worker, name = key.split(":", 4)
-        yield (":".join(worker), name.replace(_BESIDE_AN_ADAPTER, ".")), checksum

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -19,7 +19,6 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation
 from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
 from rollover.errors import EngineError
 from rollover.types import AdapterShape
@@ -39,8 +38,6 @@ class WeightTerms:
     Example: servers with ``WeightTerms(device="cuda:1")`` are given full weights.
     """
 
-    folders: FolderDigests = field(default_factory=FolderDigests)
-    """Digests of the folders that they have loaded."""
     adapters: AdapterShape | None = None
     """The shape of the adapters that they are given; ``None`` if they are given full weights alone."""
     device: str | None = None
@@ -66,15 +63,13 @@ class WeightEndpoint(ABC, Generic[C]):
         self._config = config
         self._device = terms.device
         self._group_name = secrets.token_hex(4)
-        self._confirmation = LoadConfirmation(repr(client), config, model, terms.folders, self._digests)
 
     # -- weights ---------------------------------------------------------------------------------------------
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """Replace the weights of a paused server and set the label.
 
-        No later call finds cached blocks of older weights; with ``keeps_kv`` the paused calls keep theirs. Servers that
-        can show more than a label are checked.
+        No later call finds cached blocks of older weights; with ``keeps_kv`` the paused calls keep theirs.
 
         Args:
             source: a model folder, or a folder of adapters for the base, on which no call is open.
@@ -84,7 +79,6 @@ class WeightEndpoint(ABC, Generic[C]):
             await self._send_adapter(label, source, keeps_kv=keeps_kv)
         else:
             await self._send_full(label, source, keeps_kv=keeps_kv)
-            await self._confirmation.of(source)
 
     async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
         """Return how the paused server receives weights with this label in one group with other servers; nothing is
@@ -130,7 +124,6 @@ class WeightEndpoint(ABC, Generic[C]):
                 await self._unload_adapter(other)
         await self._forget_cache(keeps_kv=False)
         await self.set_label(label)
-        await self._confirmation.of(self._base)
 
     @abstractmethod
     async def _load_folder(self, label: str, folder: Path, *, keeps_kv: bool) -> None:
@@ -144,10 +137,6 @@ class WeightEndpoint(ABC, Generic[C]):
 
     async def _forget_cache(self, *, keeps_kv: bool) -> None:
         """Free the blocks of older weights, if loading has not done so."""
-
-    @abstractmethod
-    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        """Ask for the digests of what the server has loaded from ``source``. Raises ``NoDigests``."""
 
     async def _load_adapter(self, name: str, folder: Path) -> Collection[str]:
         """Have the server read an adapter. Returns the names of the adapters that it has then."""

@@ -181,14 +181,6 @@ class ScriptedSGLang(ScriptedServer):
             return Answer(400, {"success": False, "message": self.load_error})
         return self._updated(body["model_path"], body)
 
-    async def _post_weights_checker(self, query: dict[str, str], body: Any) -> Answer:
-        assert body == {"action": "checksum", "selector": "target"}
-        if self.checksums is None:
-            return Answer(400, {"success": False, "message": "no device"})
-        place = {"tp_rank": 0, "tp_size": 1, "dp_rank": 0}
-        checksums = {self.tensor: self.checksums(self.weights)}
-        return Answer(body={"success": True, "ranks": [{"checksums": checksums, "parallelism_info": [place]}]})
-
     async def _post_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
         error = self.adapter_error or ("LoRA is not enabled." if self.adapters is None else None)
         if error is not None or self.adapters is None:
@@ -204,8 +196,7 @@ class ScriptedSGLang(ScriptedServer):
         return Answer(body={"success": True, "error_message": "", "loaded_adapters": self.adapters})
 
     def _updated(self, weights: str, body: Any) -> Answer:
-        if not self.is_stuck:
-            self.weights = weights
+        self.weights = weights
         if body.get("weight_version") is None:
             return Answer(body={"success": True, "message": "Succeeded"})
         for running in self.requests.values():

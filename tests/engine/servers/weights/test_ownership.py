@@ -8,13 +8,11 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
@@ -22,13 +20,10 @@ from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError
-from rollover.weights.sources import FolderWeights
-from tests.engine.contract import LONG, collect, request, tokens, update
+from tests.engine.contract import LONG, collect, request, tokens
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
-from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label, settings
 from tests.speed import within
-from tests.virtual_time import run
 
 
 @asynccontextmanager
@@ -180,50 +175,3 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
             await second.close()
 
     asyncio.run(main())
-
-
-def digest_of(folder: str) -> str:
-    return sha256(load_file(Path(folder) / "model.safetensors")["lm_head.weight"].tobytes()).hexdigest()
-
-
-@pytest.mark.parametrize("read_back", ["auto", "never"])
-def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
-    kind: ModuleType, folder: Path, tmp_path: Path, read_back: str
-) -> None:
-    new = vllm_kit.model_folder(tmp_path / "new")
-    tensors = load_file(new / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, new / "model.safetensors")
-
-    async def main() -> None:
-        server = kind.Server()
-        server.tensor, server.checksums = "lm_head.weight", digest_of
-        async with kind.opened(server, folder, read_back=read_back) as engine:
-            server.is_stuck = True
-            await engine.pause()
-            if read_back == "never":
-                await engine.load(1, FolderWeights(1, new))
-                assert all(not path.endswith("_checker") for _, path, _, _ in server.log)
-                return
-            message = r"did not load weights version 1: .* holds other weights: 1 of 1 .* 'lm_head\.weight'"
-            with pytest.raises(EngineError, match=message):
-                await engine.load(1, FolderWeights(1, new))
-            await engine.resume()
-            assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {0}
-            server.is_stuck = False
-            await update(engine, FolderWeights(1, new))
-            assert {chunk.policy_version for chunk in await collect(engine, request("b"))} == {1}
-
-    run(main())
-
-
-async def test_a_release_without_checksums_is_taken_at_its_label(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = ScriptedVLLM()
-    server.checksums = None
-    async with vllm_kit.opened(server, folder) as engine:
-        assert len(tokens(await collect(engine, request("a")))) == 12
-        await update(engine, FolderWeights(1, folder))
-    assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
-    (said,) = [record.getMessage() for record in caplog.records if "which weights it holds" in record.getMessage()]
-    assert said.startswith("http://one cannot show which weights it holds: it computes no digests of them")

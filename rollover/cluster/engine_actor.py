@@ -1,13 +1,11 @@
 """An engine server's keeper on its node: starts the server's process there and watches it.
 
-Ray ends the actor with the process of the run, and the server ends with the actor's process, however that ends. If the
-node lacks the model's folder, the keeper has a copy of it for the server.
+Ray ends the actor with the process of the run, and the server ends with the actor's process, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -15,10 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rollover.cluster.parts import are_there, write_part
+from rollover.cluster.files import SharedFiles
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.start.launch import ServerProcess, free_port
 from rollover.trainer.staging import clear_left_behind, held_folder
@@ -52,11 +47,11 @@ class EngineKeeper:
         self._log = self._folder / "server.log"
         self._process: ServerProcess | None = None
 
-    async def where(self) -> tuple[str, str]:
-        """Return the node's id, and its address within the cluster."""
+    async def where(self) -> str:
+        """Return the node's address within the cluster."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return str(ray.util.get_node_ip_address())
 
     async def port(self) -> int:
         """Return a port of that address that is free."""
@@ -85,27 +80,9 @@ class EngineKeeper:
         story = process.story() if process is not None and exited else ""
         return Look(exited=exited, story=story, log=log)
 
-    async def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
-        """Tell whether the node has the same files in a folder, by samples of each."""
-        return are_there(folder, digests)
-
-    async def write(self, folder: str, file: str, size: int, offset: int, part: NDArray[np.uint8]) -> Path:
-        """Write a part of a file of ``size`` bytes into a folder of this keeper; return the folder's path."""
-        path = self._folder / folder
-        write_part(path / file, size, offset, part)
-        return path
-
-    async def link(self, copy: Path, files: Sequence[str]) -> Path | None:
-        """Share the copy of a folder that another keeper on this node has; ``None`` when it is no longer there."""
-        path = self._folder / copy.name
-        try:
-            for file in files:
-                (path / file).parent.mkdir(parents=True, exist_ok=True)
-                os.link(copy / file, path / file)
-        except OSError:
-            shutil.rmtree(path, ignore_errors=True)
-            return None
-        return path
+    async def sees(self, files: SharedFiles) -> bool:
+        """Return whether the node has these files."""
+        return files.are_here()
 
     async def stop(self) -> None:
         if self._process is not None:

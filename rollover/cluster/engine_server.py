@@ -17,20 +17,20 @@ import asyncio
 import logging
 import secrets
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollover.cluster.engine_actor import EngineKeeper, Look
-from rollover.cluster.engine_model import EngineModel
+from rollover.cluster.files import SharedFiles
 from rollover.cluster.nodes import Resources, actor_options, written
-from rollover.cluster.parts import sampled_digest
 from rollover.engine.background import BackgroundTasks, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.http.client import HTTPClient, api_key
 from rollover.engine.servers.start.places import ServerProgram
-from rollover.errors import ConfigError, EngineError, EngineTimeout, is_full
+from rollover.errors import EngineError, EngineTimeout, is_full
 from rollover.privacy import make_private
 
 logger = logging.getLogger(__name__)
@@ -46,20 +46,16 @@ _ANSWER_S = 30.0
 class EngineTerms:
     """Holds the settings that all engine servers of a run share.
 
-    Example: ``EngineTerms(prefix="rollover-r1", lease_s=600.0, placement_timeout_s=60.0, logs=Path("logs"),
-    model=EngineModel(folder), probe=Path("/runs/r1/weights/probe"), remedy="set engine.weights_dir")``.
+    Example: ``EngineTerms(prefix="rollover-r1", placement_timeout_s=60.0, logs=Path("logs"),
+    shared=((SharedFiles.of_model(folder), "put the model on a shared disk"),))``.
     """
 
     prefix: str
     """Prefix of the names of keepers, which distinguishes this run's from the keepers of others."""
     placement_timeout_s: float
     logs: Path
-    model: EngineModel
-    probe: Path | None
-    """A file, just written, that the node of every server must see at the same path; ``None`` if no folder has to be
-    shared."""
-    remedy: str
-    """Advice for the user if a node does not see it."""
+    shared: Sequence[tuple[SharedFiles, str]]
+    """Files that the node of every server must see, each with advice for the user if a node does not."""
 
 
 class ClusterServer:
@@ -84,8 +80,8 @@ class ClusterServer:
         self._key = api_key(config) if config.api_key_env is not None else None
         self._keeper: Any = None
         """Handle of the actor."""
-        self._node = self._host = ""
-        """Id and address of the keeper's node."""
+        self._host = ""
+        """Address of the keeper's node."""
         self._log_at = 0
         self._log = terms.logs / f"{self._name}.log"
         self._tasks = BackgroundTasks()
@@ -128,7 +124,7 @@ class ClusterServer:
         keeper: Any = ray.remote(EngineKeeper).options(**options).remote(stop_timeout_s=self._config.stop_timeout_s)
         limit_s = self._terms.placement_timeout_s
         try:
-            self._node, self._host = await self._ask(keeper.where.remote(), limit_s + _PROCESS_S, "say its address")
+            self._host = await self._ask(keeper.where.remote(), limit_s + _PROCESS_S, "say its address")
         except BaseException as e:
             await asyncio.to_thread(ray.kill, keeper)
             if not isinstance(e, EngineTimeout):
@@ -143,12 +139,9 @@ class ClusterServer:
 
     async def _launch(self) -> None:
         host = self._host
-        if (probe := self._terms.probe) is not None:
-            seen = self._keeper.sees.remote(probe.parent, {probe.name: sampled_digest(probe)})
-            if not await self._ask_briefly(seen, "look for a file"):
-                raise ConfigError(f"node {host}, the place of {self._name}, does not see {probe}: {self._terms.remedy}")
-        model = self._terms.model
-        there = await model.on_node(self._node, self._keeper, self._ask_briefly)
+        for files, remedy in self._terms.shared:
+            if not await self._ask_briefly(self._keeper.sees.remote(files), "look for files"):
+                raise files.refusal(f"{host}, the place of {self._name},", remedy)
         port = await self._ask_briefly(self._keeper.port.remote(), "find a port")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         program, key = self._program, None
@@ -158,11 +151,7 @@ class ClusterServer:
             env[program.key_env] = key
         self.client.move(url, key)
         self._log_at = 0
-        launching = self._keeper.launch.remote(
-            [str(there) if part == str(model.folder) else part for part in program.command_at(host, port)],
-            env,
-            python=sys.executable,
-        )
+        launching = self._keeper.launch.remote(program.command_at(host, port), env, python=sys.executable)
         await self._ask(launching, _ANSWER_S, "start its server")
 
     async def _until_ready(self) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
-from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engine_server import ClusterServer, EngineTerms
+from rollover.cluster.files import SharedFiles
 from rollover.cluster.nodes import Wanted, alive_nodes, refusal, written
 from rollover.engine.servers.config import ServerConfig, num_devices
 from rollover.engine.servers.start.places import ServerProgram
@@ -71,10 +71,10 @@ class ClusterEngines:
     """Implements ``ServerPlaces``; the process is connected to the cluster before ``open``.
 
     Args:
-        model: the folder of the model that servers start with; nodes that lack it are sent it.
+        model: the folder of the model that servers start with, which their nodes must have at the same path.
         probe: a file, just written, that the nodes of all servers must see at the same path, if weights reach them
             through a folder.
-        remedy: what to change when one of them does not.
+        remedy: what to change when one of them does not see ``probe``.
 
     Raises ``ConfigError`` when the cluster's nodes can never hold all servers.
     """
@@ -95,9 +95,10 @@ class ClusterEngines:
             prefix=f"rollover-{run}",
             placement_timeout_s=cluster.placement_timeout_s,
             logs=logs,
-            model=EngineModel(model),
-            probe=probe,
-            remedy=remedy,
+            shared=[
+                (SharedFiles.of_model(model), "put the model at the same path on all nodes, as on a shared disk"),
+                *([] if probe is None else [(SharedFiles.of(probe), remedy)]),
+            ],
         )
 
     def configs(self, config: C) -> Sequence[C]:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.cluster.parts import are_there, write_part
+from rollover.cluster.files import SharedFiles
 from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, listening, start_rank
 from rollover.trainer.staging import Staging
 
@@ -102,13 +102,9 @@ class RankHost:
             descriptor=None if self._listener is None else self._listener.fileno(),
         )
 
-    def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
-        """Say whether the node has the same files at the same place, by samples of each."""
-        return are_there(folder, digests)
-
-    def write(self, path: Path, size: int, offset: int, chunk: NDArray[np.uint8]) -> None:
-        """Write a part of a file of ``size`` bytes; parts may come in any order."""
-        write_part(path, size, offset, chunk)
+    def sees(self, files: SharedFiles) -> bool:
+        """Return whether the node has these files."""
+        return files.are_here()
 
     def start(self, rank: int, task: bytes) -> int:
         """Start the rank with its pickled task; return its process number. Ray keeps what it prints."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rollover.cluster.calls import HostCalls, lost
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
-from rollover.cluster.files import brought, placed
+from rollover.cluster.files import SharedFiles
 from rollover.cluster.host import HostFacts, HostReport, RankHost
 from rollover.cluster.nodes import (
     ClusterNode,
@@ -35,7 +35,6 @@ from rollover.cluster.nodes import (
     remove,
     room_for,
 )
-from rollover.cluster.parts import num_bytes
 from rollover.errors import ConfigError
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
@@ -47,6 +46,10 @@ _ACTOR_S = 60.0
 """Maximum wait for an actor to start, which takes a few seconds."""
 _END_S = 15.0
 """Maximum wait for hosts to end their ranks; Ray ends the ranks of the others."""
+_PART_BYTES = 16 * 2**20
+"""Size of a part of a file that a rank has written; small, so that a small object store holds the parts in transit."""
+_AHEAD = 4
+"""Maximum number of parts in transit."""
 _SPARE_BYTES = 2**28
 _VALUES_OF_STATE = 5
 """Float32 values per parameter that a rank writes: a checkpoint's weights and two moments, and up to two versions."""
@@ -96,7 +99,8 @@ class RayLauncher:
 
     Args:
         timeout_s: ranks that do nothing for so long are given up.
-        notify: tells the user where the ranks are and which files are sent to them, once.
+        run: a file of the run's directory, which nodes must see, as they read checkpoints there.
+        notify: tells the user where the ranks are, once.
 
     Raises ``ConfigError`` when there is no cluster, or the cluster could never take the ranks.
 
@@ -110,9 +114,11 @@ class RayLauncher:
         config: TrainerConfig | SFTConfig,
         *,
         timeout_s: float,
+        run: Path,
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._ray = connect(cluster)
+        self._run = run
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._notify = notify
@@ -127,7 +133,7 @@ class RayLauncher:
     def launch(self, task: RankTask) -> LedRanks:
         """See ``RankLauncher.launch``. Raises ``NotPlaced`` when the cluster has no room in time."""
         group = place(self._ray, self._demand, timeout_s=self._cluster.placement_timeout_s)
-        ranks = ClusterRanks(self._ray, group, self._demand, task, timeout_s=self._timeout_s)
+        ranks = ClusterRanks(self._ray, group, self._demand, task, run=self._run, timeout_s=self._timeout_s)
         if not self._has_told:
             self._notify(ranks.whereabouts)
             self._has_told = True
@@ -159,15 +165,19 @@ class ClusterRanks(LedRanks):
 
     Args:
         group: the placement group with a bundle for each; it is given back at the end.
-        task: of rank 0, with paths on this machine.
+        task: of rank 0.
+        run: see ``RayLauncher``.
 
-    Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
+    Raises ``ConfigError`` naming a node that does not see the files of the run, ``RankLost``, or the error of a rank
+    that cannot load what it shall train.
     """
 
     whereabouts: str
-    """A description for the user of where the ranks are and how they get their files."""
+    """A description for the user of where the ranks are."""
 
-    def __init__(self, ray: Any, group: Any, demand: NodeDemand, task: RankTask, *, timeout_s: float) -> None:
+    def __init__(
+        self, ray: Any, group: Any, demand: NodeDemand, task: RankTask, *, run: Path, timeout_s: float
+    ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._ray = ray
         self._group = group
@@ -180,7 +190,7 @@ class ClusterRanks(LedRanks):
         self._calls = HostCalls(ray, [], timeout_s)
         try:
             self._calls = HostCalls(ray, [self._actor(demand, rank) for rank in range(task.size)], timeout_s)
-            self._start(task)
+            self._start(task, run)
             self.facts = self._answers("loading")[0]
         except BaseException:
             self.end()
@@ -229,10 +239,10 @@ class ClusterRanks(LedRanks):
         )
         return actor.remote()
 
-    def _start(self, task: RankTask) -> None:
-        """Bring what ranks read to their nodes, and start them."""
+    def _start(self, task: RankTask, run: Path) -> None:
+        """Start the ranks, once their nodes are known to see what they read."""
         calls, doing = self._calls, "starting"
-        read = [folder for folder in (task.model, task.resume_from) if folder is not None]
+        read = [folder.resolve() for folder in (task.model, task.resume_from) if folder is not None]
         limit_s = max(_ACTOR_S, self._timeout_s)
         asked = [(rank, actor.node.remote()) for rank, actor in enumerate(calls.actors)]
         nodes = calls.all(doing, asked, timeout_s=limit_s)
@@ -240,14 +250,20 @@ class ClusterRanks(LedRanks):
         nodes = [nodes[i] for i in order]
         calls = self._calls = HostCalls(self._ray, [calls.actors[i] for i in order], self._timeout_s)
         share = _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
-        needed = needed_on_nodes(nodes, read=sum(map(num_bytes, read)), written=share)
+        on_node = Counter(nodes)
         preparing = [
-            (rank, actor.prepare.remote(needed_bytes=needed[node], size=task.size, listens=rank == 0))
+            (rank, actor.prepare.remote(needed_bytes=on_node[node] * share, size=task.size, listens=rank == 0))
             for rank, (actor, node) in enumerate(zip(calls.actors, nodes, strict=True))
         ]
         self._hosts: list[HostFacts] = calls.all(doing, preparing)
-        there = placed(calls, self._hosts, read, doing)
-        self.whereabouts = described_ranks(self._hosts, there, model=task.model, role=task.setup.config.role)
+        for files in (SharedFiles.of(run), *map(SharedFiles.of_model, read)):
+            seen = calls.all(doing, [(rank, actor.sees.remote(files)) for rank, actor in enumerate(calls.actors)])
+            for host, sees in zip(self._hosts, seen, strict=True):
+                if not sees:
+                    raise files.refusal(
+                        host.address, "ranks read the model and the run directory at the same path, as on a shared disk"
+                    )
+        self.whereabouts = described_ranks(self._hosts, role=task.setup.config.role)
         starting = []
         for rank, (actor, host) in enumerate(zip(calls.actors, self._hosts, strict=True)):
             first = self._hosts[0]
@@ -255,8 +271,8 @@ class ClusterRanks(LedRanks):
                 task,
                 rank=rank,
                 folder=host.folder,
-                model=there[task.model][host.node_id],
-                resume_from=None if task.resume_from is None else there[task.resume_from][host.node_id],
+                model=task.model.resolve(),
+                resume_from=None if task.resume_from is None else task.resume_from.resolve(),
                 meeting=NetworkMeeting(
                     host=first.address, port=first.port, own=host.address, descriptor=host.descriptor
                 ),
@@ -333,6 +349,33 @@ class ClusterRanks(LedRanks):
                 continue
 
 
+def brought(calls: HostCalls, folders: Mapping[int, Path], target: Path, doing: str) -> int:
+    """Bring the files in ``folders``, one of each rank, into the folder ``target`` here. Returns their bytes.
+
+    Raises ``RankLost`` naming the rank whose host does not answer.
+    """
+    asked = [(rank, calls.actors[rank].written.remote(folder)) for rank, folder in folders.items()]
+    listings = dict(zip(folders, calls.all(doing, asked), strict=True))
+    parts = [
+        (rank, name, offset)
+        for rank, listing in listings.items()
+        for name, size in listing.items()
+        for offset in range(0, max(size, 1), _PART_BYTES)
+    ]
+    actors = calls.actors
+    reading = ((rank, actors[rank].read.remote(folders[rank] / name, at, _PART_BYTES)) for rank, name, at in parts)
+    total = 0
+    for (_, name, offset), part in zip(parts, calls.ordered(doing, reading, ahead=_AHEAD), strict=True):
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if offset else "wb") as file:
+            file.seek(offset)
+            file.write(part.data)
+        total += part.nbytes
+    calls.all(doing, [(rank, calls.actors[rank].discard.remote(folder)) for rank, folder in folders.items()])
+    return total
+
+
 def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
     """Return the order in which hosts become ranks 0, 1 and so on, so that as many groups of ``size`` successive ranks
     as possible are on one node each.
@@ -354,48 +397,25 @@ def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
     return whole + rest
 
 
-def needed_on_nodes(nodes: Sequence[str], *, read: int, written: int) -> dict[str, int]:
-    """Return the bytes that all ranks on a node together lay down there, by the node's id.
-
-    Args:
-        nodes: the id of the node of each rank.
-        read: bytes of the files that a node is sent, once.
-        written: bytes that each rank writes.
-
-    Example: with ``read=16`` and ``written=20``, a node with 8 ranks needs 176 bytes.
-    """
-    return {node: read + count * written for node, count in Counter(nodes).items()}
-
-
-def described_ranks(
-    hosts: Sequence[HostFacts], there: Mapping[Path, Mapping[str, Path]], *, model: Path, role: str
-) -> str:
-    """Say where the ranks are, and how they get the files that they read.
+def described_ranks(hosts: Sequence[HostFacts], *, role: str) -> str:
+    """Say where the ranks are.
 
     Args:
         hosts: of each rank.
-        there: where each node has each folder, by the node's id.
         role: of the ranks.
 
-    Example: "trainer: rank 0 on node 10.0.0.1, which reads the model where it is; rank 1 on node 10.0.0.2, which is
-    sent the model Qwen3-8B. Batches, ..."
+    Example: "trainer: ranks 0, 1 on node 10.0.0.1; rank 2 on node 10.0.0.2"
     """
     by_node: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_node.setdefault(host.node_id, []).append(rank)
     addresses = [hosts[ranks[0]].address for ranks in by_node.values()]
-    lines = []
+    places = []
     for (node, ranks), address in zip(by_node.items(), addresses, strict=True):
-        kinds = {folder: "model" if folder == model else "checkpoint" for folder in there}
-        sent = [f"the {kinds[folder]} {folder.name}" for folder in there if there[folder][node] != folder.resolve()]
-        reads = f"is sent {' and '.join(sent)}" if sent else "reads the model where it is"
         name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         is_alone = addresses.count(address) == 1  # several nodes can be on one machine
-        lines.append(f"{name} on node {address if is_alone else f'{address} ({node[:8]})'}, which {reads}")
-    return (
-        f"{role}: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder has to"
-        " be shared"
-    )
+        places.append(f"{name} on node {address if is_alone else f'{address} ({node[:8]})'}")
+    return f"{role}: {'; '.join(places)}"
 
 
 def _num_values(model: Path) -> int:

@@ -162,9 +162,9 @@ def _way_of_weights(by_folder: bool) -> str:
     if by_folder:
         return (
             "weights reach the servers through a folder (engine.weights_dir, or weights in the run directory), which"
-            " the nodes of all servers must see under the same path; nodes that lack the model are sent it"
+            " the nodes of all servers must see under the same path, as they must the model"
         )
     return (
-        "weights are sent to the servers through a process group, and the model that they start with to nodes that lack"
-        " it: no folder has to be shared"
+        "weights are sent to the servers through a process group; the model that they start with must have the same"
+        " path on their nodes"
     )

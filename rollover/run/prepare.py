@@ -131,7 +131,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         deterministic=config.deterministic,
         timeout_s=config.trainer.rank_timeout_s,
         logs=folder.parent / "logs",
-        launcher=cluster_launcher(config, warmup, progress),
+        launcher=cluster_launcher(config, warmup, folder.parent, progress),
         max_restarts=config.trainer.max_restarts,
         on_progress=on_progress,
         notify=progress.message,

@@ -14,6 +14,7 @@ from rollover.hf.weights import number_format
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.run.layout import LOCK
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig, TrainerConfig, is_sharded
 
@@ -54,12 +55,14 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
         resume_from=checkpoint,
         fallback=run.path / "staging",
         logs=run.path / "logs",
-        launcher=cluster_launcher(config, config.trainer, progress),
+        launcher=cluster_launcher(config, config.trainer, run.path, progress),
         notify=progress.message,
     )
 
 
-def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, progress: Progress) -> RankLauncher | None:
+def cluster_launcher(
+    config: RunConfig, section: TrainerConfig | SFTConfig, run: Path, progress: Progress
+) -> RankLauncher | None:
     """Return what starts the ranks of the trainer or of the warm-up on the cluster; ``None`` without a cluster. Raises
     ``ConfigError`` when there is no such cluster, or it could never take the ranks."""
     if config.cluster is None:
@@ -67,7 +70,7 @@ def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, prog
     from rollover.cluster.ranks import RayLauncher
 
     timeout_s = config.trainer.rank_timeout_s
-    return RayLauncher(config.cluster, section, timeout_s=timeout_s, notify=progress.message)
+    return RayLauncher(config.cluster, section, timeout_s=timeout_s, run=run / LOCK, notify=progress.message)
 
 
 def check_devices(config: RunConfig) -> list[str]:

@@ -19,12 +19,10 @@ import pytest
 
 from rollover import cli
 from rollover.clock import SystemClock
-from rollover.cluster import engine_model, engine_server
+from rollover.cluster import files
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.connect import connect
-from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engines import ClusterEngines
-from rollover.cluster.parts import listed
 from rollover.engine.base import Chunk
 from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
@@ -146,55 +144,6 @@ def log(folder: Path, number: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_a_node_without_the_model_is_sent_it_once_for_all_its_servers(
-    cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All nodes of this machine see the folder; the driver is told that they do not."""
-    monkeypatch.setattr(EngineModel, "_is_there", is_not_there)
-    monkeypatch.setattr(engine_model, "PART_BYTES", 1000)
-    sent: list[str] = []
-    monkeypatch.setattr(EngineModel, "_put", recording(sent))
-    groups = (EngineGroup(count=2, resources={"one": 1.0}), EngineGroup(count=1, resources={"two": 1.0}))
-
-    async def main() -> None:
-        async with opened(cluster, folder, ClusterConfig(engines=groups)) as pool:
-            assert {chunk.engine for chunk in await decoded(pool)} == {"engine-0", "engine-1", "engine-2"}
-            copies = copies_of_servers(folder)
-            assert len(copies) == 3 and folder not in copies
-            for name in listed(folder):
-                assert {(copy / name).read_bytes() for copy in copies} == {(folder / name).read_bytes()}
-                assert len({(copy / name).stat().st_ino for copy in copies}) == 2, "one for each node"
-            assert sorted(sent) == sorted(2 * [name for name, _, _ in EngineModel(folder)._parts()])
-            kill_a_server(folder)
-            await until(lambda: pool.capabilities.max_running == 16)
-            await until(lambda: pool.capabilities.max_running == 24)
-            assert len(copies_of_servers(folder)) == 4
-        await until(lambda: not any(copy.exists() for copy in copies_of_servers(folder)))
-
-    asyncio.run(main())
-
-
-async def is_not_there(model: EngineModel, keeper: Any, ask: Any) -> bool:
-    return False
-
-
-def recording(sent: list[str]) -> Any:
-    """``EngineModel._put``, which also notes the file of each part."""
-    put = EngineModel._put
-
-    def note(model: EngineModel, name: str, offset: int) -> Any:
-        sent.append(name)
-        return put(model, name, offset)
-
-    return note
-
-
-def copies_of_servers(folder: Path) -> set[Path]:
-    """Folders of the model with which servers were started."""
-    notes = (folder.parent / "notes").glob("*.arguments")
-    return {Path(note.read_text().split("serve ")[1].split()[0]) for note in notes}
-
-
 def test_a_server_that_dies_is_placed_again_and_given_current_weights(cluster: Any, folder: Path) -> None:
     second = model_folder(folder.parent / "v1")
 
@@ -281,7 +230,7 @@ def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
     assert lines[0] == "server engine-0 to engine-1: each CPU 1, one 1 of a node, up to 8 samples at a time"
     assert "the nodes of all servers must see under the same path" in lines[1]
     sent = check_places(replace(config, engines=2), TRAINER, gloo)
-    assert sent[-1].endswith("to nodes that lack it: no folder has to be shared")
+    assert sent[-1].endswith("must have the same path on their nodes")
     adapters = replace(TRAINER, lora=LoraConfig(publish="adapter"))
     sent = check_places(replace(config, engines=2), adapters, gloo)
     assert sent[-1].startswith("weights reach the servers through a folder")
@@ -306,13 +255,19 @@ def test_a_run_whose_servers_can_never_be_placed_is_refused_at_once(
 def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
     cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_server, "sampled_digest", lambda path: "other than there")
-    probe = folder / "probe"
+    """All nodes of this machine see the folders; the driver is given other digests."""
+    probe = folder.parent / "probe"
     probe.write_bytes(b"there")
+    real = files.sampled_digest
+
+    def other(name: str) -> Callable[[Path], str]:
+        return lambda path: "other" if path.name == name else real(path)
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match=r"node [\d.]+, the place of engine-0, does not see .*/probe: share it"):
-            await open_pool(cluster, folder, ClusterConfig(engines=1), probe=probe)
+        for name, message in (("config.json", "v0: put the model"), ("probe", r"\(probe\): share it")):
+            monkeypatch.setattr(files, "sampled_digest", other(name))
+            with pytest.raises(ConfigError, match=rf"node [\d.]+, the place of engine-0, does not see .*{message}"):
+                await open_pool(cluster, folder, ClusterConfig(engines=1), probe=probe)
         await until(lambda: leftovers("run") == [])
 
     asyncio.run(main())

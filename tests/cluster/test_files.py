@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from rollover.cluster import files, ranks
+from rollover.cluster import ranks
 from rollover.cluster.calls import HostCalls, lost
 from rollover.cluster.config import ClusterConfig
-from rollover.cluster.files import brought, placed
+from rollover.cluster.files import SharedFiles, listed, sampled_digest
 from rollover.cluster.host import HostFacts, RankHost
 from rollover.cluster.nodes import ClusterNode
-from rollover.cluster.parts import listed, sampled_digest
-from rollover.cluster.ranks import beside_each_other, described_ranks, needed_on_nodes, rank_demand
+from rollover.cluster.ranks import beside_each_other, brought, described_ranks, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
@@ -89,10 +88,6 @@ def calls(*hosts: Any) -> HostCalls:
     return HostCalls(HereRay, [Actor(host) for host in hosts], 7.0)
 
 
-def host_at(node: str, staging: Path) -> HostFacts:
-    return HostFacts(node_id=node, address="10.0.0.1", staging=staging, folder=staging, port=0, descriptor=None)
-
-
 def write_all(folder: Path, contents: dict[str, bytes]) -> Path:
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,45 +107,21 @@ CONTENTS = {
 }
 
 
-def test_files_are_sent_in_parts_once_to_each_node_that_has_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 100)
-    model = write_all(
-        tmp_path / "model", CONTENTS | {"pytorch_model.bin": b"old", "checkpoint-5/model.safetensors": b"y"}
-    )
-    hosts = [host_at("a", tmp_path / "a0"), host_at("a", tmp_path / "a1"), host_at("b", tmp_path / "b2")]
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "_seen", lambda calls, ranks, *args: [rank != 0 for rank in ranks])
-        there = placed(calls(RankHost(), RankHost(), RankHost()), hosts, [model], "starting")[model]
-    assert there == {"a": tmp_path / "a0" / "sent-0" / "model", "b": model}
-    assert contents_of(there["a"]) == CONTENTS
-    assert not (tmp_path / "a1").exists() and not (tmp_path / "b2").exists()
-    asked = calls(RankHost(), RankHost(), RankHost())
-    assert placed(asked, hosts, [model], "starting") == {model: {"a": model, "b": model}}
-
-
-def test_folders_of_one_name_are_sent_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_seen", lambda calls, ranks, *args: [False for _ in ranks])
-    model = write_all(tmp_path / "first" / "step_20", {"config.json": b"{}", "model.safetensors": b"1" * 300})
-    ours = write_all(tmp_path / "second" / "step_20", {"model.safetensors": b"2" * 200, "trainer.json": b"{}"})
-    there = placed(calls(RankHost()), [host_at("a", tmp_path / "a")], [model, ours], "starting")
-    for folder in (model, ours):
-        assert contents_of(there[folder]["a"]) == contents_of(folder)
-
-
-def test_a_file_sent_over_a_longer_one_keeps_nothing_of_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"x" * 100)
-    parts = [(20, b"b" * 10), (0, b"a" * 20)]  # in any order
-    for offset, part in parts:
-        RankHost().write(tmp_path / "config.json", 30, offset, np.frombuffer(part, dtype=np.uint8))
-    assert (tmp_path / "config.json").read_bytes() == b"a" * 20 + b"b" * 10
+def test_a_node_with_other_files_at_the_path_is_named(tmp_path: Path) -> None:
+    model = write_all(tmp_path / "model", CONTENTS)
+    files = SharedFiles.of_model(model)
+    assert RankHost().sees(files)
+    (model / "a").write_bytes(b"y" * 100)
+    assert not RankHost().sees(files)
+    assert str(files.refusal("10.0.0.3", "share it")) == f"node 10.0.0.3 does not see the files of {model}: share it"
+    lock = SharedFiles.of(write_all(tmp_path, {"lock": b""}) / "lock")
+    assert lock.are_here() and f"the files of {tmp_path} (lock):" in str(lock.refusal("10.0.0.3", "share it"))
 
 
 def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 100)
+    monkeypatch.setattr(ranks, "_PART_BYTES", 100)
     first, second = write_all(tmp_path / "0", CONTENTS), write_all(tmp_path / "1", {"trainer/two": b"2" * 250})
     (tmp_path / "here").mkdir()
     num_bytes = brought(calls(RankHost(), RankHost()), {0: first, 1: second}, tmp_path / "here", "the checkpoint")
@@ -168,23 +139,13 @@ def test_ranks_that_share_rows_are_on_one_node_wherever_there_are_enough(nodes: 
     assert [nodes[host] for host in beside_each_other(nodes, 1)] == sorted(nodes)
 
 
-def test_room_is_looked_for_as_much_as_all_ranks_of_a_node_need_together() -> None:
-    assert needed_on_nodes([*"ab"], read=16, written=20) == {"a": 36, "b": 36}
-    assert needed_on_nodes([*"aabaaaaaa"], read=16, written=20) == {"a": 16 + 8 * 20, "b": 36}
-
-
 def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
     def at(node: str, address: str) -> HostFacts:
         return HostFacts(node_id=node, address=address, staging=HERE, folder=HERE, port=0, descriptor=None)
 
-    model, ours = HERE / "first" / "step_20", HERE / "second" / "step_20"
     hosts = [at("a" * 20, "10.0.0.1"), at("a" * 20, "10.0.0.1"), at("b" * 20, "10.0.0.1"), at("c" * 20, "10.0.0.2")]
-    places = {host.node_id: HERE / "sent" for host in hosts}
-    there = {model: places, ours: places | {"c" * 20: ours}}
-    assert described_ranks(hosts, there, model=model, role="trainer").partition(". ")[0] == (
-        "trainer: ranks 0, 1 on node 10.0.0.1 (aaaaaaaa), which is sent the model step_20 and the checkpoint step_20;"
-        " rank 2 on node 10.0.0.1 (bbbbbbbb), which is sent the model step_20 and the checkpoint step_20;"
-        " rank 3 on node 10.0.0.2, which is sent the model step_20"
+    assert described_ranks(hosts, role="trainer") == (
+        "trainer: ranks 0, 1 on node 10.0.0.1 (aaaaaaaa); rank 2 on node 10.0.0.1 (bbbbbbbb); rank 3 on node 10.0.0.2"
     )
 
 

@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.cluster import files
+from rollover.cluster import ranks as cluster_ranks
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.nodes import NotPlaced
 from rollover.cluster.ranks import RayLauncher
+from rollover.errors import ConfigError
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
@@ -48,9 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: list[str], **given: Any) -> Iterator[Any]:
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", "num_devices": 2, **given})
-    launcher = (
-        None if cluster is None else RayLauncher(cluster, config, timeout_s=config.rank_timeout_s, notify=told.append)
-    )
+    launcher = None
+    if cluster is not None:
+        timeout_s, file = config.rank_timeout_s, folder / "config.json"
+        launcher = RayLauncher(cluster, config, timeout_s=timeout_s, run=file, notify=told.append)
     algorithm = resolve(AlgorithmConfig())
     trainer = FleetTrainer(
         TrainingSetup(
@@ -82,11 +85,6 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
 
 
-def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
-    """Stands in for ``files._seen``: as on nodes that share no file system."""
-    return [False] * len(ranks)
-
-
 def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,15 +94,14 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
         with fleet(folder, tmp_path, None, []) as local:
             trained = [local.step(batch).metrics for batch in BATCHES]
             expected, logits = published(local), local.next_logits(PROMPTS)
-    monkeypatch.setattr(files, "_seen", unseen)
-    monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    monkeypatch.setattr(cluster_ranks, "_PART_BYTES", 10_000)
     told: list[str] = []
     nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
     settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))
     try:
         with fleet(folder, tmp_path, settings, told, rank_timeout_s=2 * PATIENCE_S) as trainer:
             assert len({*trainer._ranks.nodes}) == 2
-            assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
+            assert told.pop(0).startswith("trainer: rank 0 on node ")
             metrics = [trainer.step(BATCHES[0]).metrics]
             trainer.save(tmp_path / "step_1", {"journal": 17})
 
@@ -153,10 +150,23 @@ LOSSES = (
 )
 
 
-def test_a_trainer_of_one_device_is_placed_and_equals_one_in_process(
+def test_a_node_that_does_not_see_the_run_is_named(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_seen", unseen)
+    """All nodes of this machine see the folder; the driver is given other digests."""
+    monkeypatch.setattr(files, "sampled_digest", lambda path: "other than there")
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"one": 1})
+    with (
+        pytest.raises(ConfigError, match=r"node \S+ does not see the files of .* \(config\.json\): ranks read the"),
+        fleet(folder, tmp_path, settings, [], num_devices=1),
+    ):
+        pass
+    until(lambda: cluster_has(cluster, CPU=8, one=4), "its place is given back")
+
+
+def test_a_trainer_of_one_device_is_placed_and_equals_one_in_process(
+    cluster: Any, folder: Path, tmp_path: Path
+) -> None:
     told: list[str] = []
     settings = ClusterConfig(address=cluster.address, trainer_resources={"one": 1})
     with fleet(folder, tmp_path, settings, told, num_devices=1) as trainer:
@@ -187,7 +197,6 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_start", forked_ranks.start)
         run_sft(folder, EXAMPLES, warmup, output=tmp_path / "here", deterministic=True, logs=tmp_path / "logs")
-    monkeypatch.setattr(files, "_seen", unseen)
     launched: list[Any] = []
     launch = RayLauncher.launch
 
@@ -208,7 +217,7 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
         warmup,
         output=tmp_path / "there",
         deterministic=True,
-        launcher=RayLauncher(settings, warmup, timeout_s=within(20.0), notify=told.append),
+        launcher=RayLauncher(settings, warmup, timeout_s=within(20.0), run=folder / "config.json", notify=told.append),
         max_restarts=1,
         on_progress=kill,
         notify=told.append,

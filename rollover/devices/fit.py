@@ -1,54 +1,79 @@
-"""``rollover calibrate``: measured times as efficiencies of the cost model, checked on times that are held out."""
+"""Measured times as efficiencies of the cost model, checked on times that are held out."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from scipy.optimize import least_squares, minimize_scalar
+from scipy.optimize import least_squares
 
 from rollover.devices.costs.passes import forward_flops, read_parameters
 from rollover.devices.costs.records import TrainingPart
 from rollover.devices.costs.rollout import replica_costs
 from rollover.devices.costs.training import trainer_costs, training_plan
-from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
 from rollover.devices.workload import length_buckets
-from rollover.errors import ModelError
 from rollover.settings import toml
 
-Measured = TypeVar("Measured", Prefill, Step)
-ACCURACY = 0.15
-"""Relative error of predictions that a calibration should not exceed."""
-_STARTS = ((0.3, 0.3, 1e-4), (0.8, 0.2, 1e-3), (0.1, 0.8, 1e-5), (0.6, 0.6, 1e-2))
-"""(bandwidth, decode, step_s)"""
+Work = Literal["decode", "prefill", "train"]
+
+_FITTED: Mapping[Work, tuple[str, ...]] = {
+    "decode": ("bandwidth", "decode", "step_s"),
+    "prefill": ("prefill",),
+    "train": ("train",),
+}
+"""The efficiencies that are fitted to the times of each kind of work."""
+_STARTS = {"decode": (0.3, 0.2, 0.8, 0.6), "step_s": (1e-4, 1e-3, 1e-5, 1e-2)}
+_OTHER_STARTS = (0.3, 0.8, 0.1, 0.6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A measured time, and the calibrated cost model's prediction.
+class Point:
+    """A measured time: the median of several.
 
-    Example: ``measured_s=0.020, predicted_s=0.021`` has ``error`` 0.05.
+    Example: ``Point(work="decode", count=8, tokens=256.0, seconds=0.021, held_out=False)`` is an iteration that decodes
+    eight samples.
     """
 
-    what: str
-    measured_s: float
-    predicted_s: float
+    work: Work
+    """``decode``: one iteration over ``count`` samples with ``tokens`` cached tokens each. ``prefill``: one prompt of
+    ``tokens``. ``train``: a step over ``count`` sequences, each a prompt of ``tokens`` and a response of as many."""
+    count: int
+    tokens: float
+    seconds: float
     held_out: bool
+    """True if the point is only predicted, not fitted."""
 
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """The measurements of one machine with one model.
+
+    Example: an engine in bf16 has ``weight_bytes=2, kv_bytes=2``.
+    """
+
+    title: str
+    """The device's name, as its driver reports it."""
+    model: Mapping[str, Any]
+    """The ``config.json`` of the measured model."""
+    weight_bytes: float
+    """Bytes per parameter in the engine."""
+    kv_bytes: float
+    """Bytes per cached scalar."""
+    memory_bytes: float
+    flops: float
+    """FLOP/s of the largest product of two matrices, in the engine's number format."""
+    copy_bytes_per_s: float
+    """Bytes read and written per second by a copy within the device's memory."""
+    link_bytes_per_s: float
+    """The link, one way, to another device of this machine, or to the host if there is none."""
+    link_latency_s: float
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,208 +84,118 @@ class Calibration:
     """
 
     device: Device
-    predictions: tuple[Prediction, ...]
+    errors: tuple[tuple[Point, float], ...]
+    """For each point the relative error of its prediction: 0.05 if it is predicted to take 5 % longer."""
 
     @property
     def worst(self) -> float:
         """Return the largest relative error among the held-out times."""
-        return max(abs(p.error) for p in self.predictions if p.held_out)
+        return max(abs(error) for point, error in self.errors if point.held_out)
 
 
 def fit(measured: Measurements, key: str) -> Calibration:
     """Return the device called ``key``; figures are the best ones measured, so no efficiency exceeds 1."""
     model = parse(measured.model, name=key)
     device = _plain(measured, key, model)
-    device = _decoding(device, model, measured)
-    device = _one("prefill", lambda d, p: _prefill_s(d, model, measured, p), device, measured.prefills)
-    device = _one("train", lambda d, s: _step_s(d, model, measured, s), device, measured.steps)
-    return Calibration(device=device, predictions=tuple(_predictions(device, model, measured)))
+    for work in _FITTED:
+        device = _fitted(work, device, model, measured)
+    errors = tuple((p, _predicted_s(device, model, measured, p) / p.seconds - 1) for p in measured.points)
+    return Calibration(device=device, errors=errors)
 
 
-def entry(calibration: Calibration, key: str) -> str:
+def entry(device: Device) -> str:
     """Return the device as a file for ``catalogues`` of a fleet."""
-    d, e = calibration.device, calibration.device.efficiency
+    efficiency = device.efficiency
 
     def short(value: float) -> float:
         return float(f"{value:.4g}")
 
+    names = ("train", "prefill", "decode", "bandwidth", "link", "memory")
     content = {
-        "devices": {
-            key: {
-                "name": d.title,
-                "bf16_tflops": short(d.flops / 1e12),
-                "hbm_gbps": short(d.hbm_bytes_per_s / 1e9),
-                "hbm_gib": short(d.hbm_bytes / 2**30),
-                "link_gbps": short(2 * d.link.bytes_per_s / 1e9),
-                "source": e.source,
-                "verified": True,
-                "efficiency": {
-                    **{k: short(getattr(e, k)) for k in ("train", "prefill", "decode", "bandwidth", "link", "memory")},
-                    "step_ms": short(1e3 * e.step_s),
-                    "link_latency_us": short(1e6 * d.link.latency_s),
-                    "source": e.source,
-                },
-            }
-        }
+        "name": device.title,
+        "bf16_tflops": short(device.flops / 1e12),
+        "hbm_gbps": short(device.hbm_bytes_per_s / 1e9),
+        "hbm_gib": short(device.hbm_bytes / 2**30),
+        "link_gbps": short(2 * device.link.bytes_per_s / 1e9),
+        "source": efficiency.source,
+        "verified": True,
+        "efficiency": {
+            **{name: short(getattr(efficiency, name)) for name in names},
+            "step_ms": short(1e3 * efficiency.step_s),
+            "link_latency_us": short(1e6 * device.link.latency_s),
+            "source": efficiency.source,
+        },
     }
-    return toml.dumps(content)
-
-
-# --- Fitting ----------------------------------------------------------------------------------------------------------
+    return toml.dumps({"devices": {device.name: content}})
 
 
 def _plain(measured: Measurements, key: str, model: ModelShape) -> Device:
     """Return the device before any efficiency is known: each is 1."""
+    decodes = [p for p in measured.points if p.work == "decode"]
+    prefills = [p for p in measured.points if p.work == "prefill"]
     flops = max(
         measured.flops,
-        *(forward_flops(model, d.batch, d.context) / d.seconds for d in measured.decodes),
-        *(forward_flops(model, p.tokens, p.tokens / 2) / p.seconds for p in measured.prefills),
+        *(forward_flops(model, p.count, p.tokens) / p.seconds for p in decodes),
+        *(forward_flops(model, p.tokens, p.tokens / 2) / p.seconds for p in prefills),
     )
-    token = measured.kv_bytes * model.num_layers * model.kv_width
-    bandwidth = max(
-        measured.copy_bytes_per_s,
-        *(
-            (measured.weight_bytes * read_parameters(model, d.batch) + d.batch * d.context * token) / d.seconds
-            for d in measured.decodes
-        ),
-    )
+    token_bytes = measured.kv_bytes * model.num_layers * model.kv_width
+
+    def read_bytes(point: Point) -> float:
+        weight_bytes = measured.weight_bytes * read_parameters(model, point.count)
+        return weight_bytes + point.count * point.tokens * token_bytes
+
     link = Link(bytes_per_s=measured.link_bytes_per_s, latency_s=measured.link_latency_s)
-    reached = Efficiency(
-        train=1.0,
-        prefill=1.0,
-        decode=1.0,
-        bandwidth=1.0,
-        link=1.0,
-        memory=0.9,
-        step_s=0.0,
-        source="measured by rollover calibrate",
-    )
+    ideal = dict.fromkeys(("train", "prefill", "decode", "bandwidth", "link"), 1.0)
+    source = "measured by rollover calibrate"
     return Device(
         name=key,
         title=measured.title,
         flops=flops,
-        hbm_bytes_per_s=bandwidth,
+        hbm_bytes_per_s=max(measured.copy_bytes_per_s, *(read_bytes(p) / p.seconds for p in decodes)),
         hbm_bytes=measured.memory_bytes,
         node_size=1,
         link=link,
         network=link,
         price_per_hour=None,
-        efficiency=reached,
+        efficiency=Efficiency(**ideal, memory=0.9, step_s=0.0, source=source),
     )
 
 
-def _set(device: Device, **efficiency: float) -> Device:
-    reached: dict[str, Any] = dict(efficiency)
-    return replace(device, efficiency=replace(device.efficiency, **reached))
-
-
-def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Device:
-    """Fit bandwidth, compute and fixed time of an iteration by least relative errors over the known points."""
-    known = [d for d in measured.decodes if not d.held_out]
-    least_s = min(d.seconds for d in known)
+def _fitted(work: Work, device: Device, model: ModelShape, measured: Measurements) -> Device:
+    """Return the device with the efficiencies of ``work``, by least relative errors over the points not held out."""
+    known = [p for p in measured.points if p.work == work and not p.held_out]
+    names = _FITTED[work]
 
     def with_values(values: Iterable[float]) -> Device:
-        bandwidth, decode, step_s = values
-        return _set(device, bandwidth=bandwidth, decode=decode, step_s=step_s)
+        return replace(device, efficiency=replace(device.efficiency, **dict(zip(names, values, strict=True))))
 
     def errors(values: npt.NDArray[np.float64], /) -> list[float]:
         found = with_values(values.tolist())
-        return [math.log(_decode_s(found, model, measured, d) / d.seconds) for d in known]
+        return [math.log(_predicted_s(found, model, measured, p) / p.seconds) for p in known]
 
-    lower, upper = np.array([1e-3, 1e-3, 0.0]), np.array([1.0, 1.0, least_s])
-    starts = [np.clip(start, lower + 1e-9, upper - 1e-9) for start in _STARTS]
-    fits = [least_squares(errors, start, bounds=(lower, upper), x_scale=(1, 1, least_s)) for start in starts]
+    least_s = min(p.seconds for p in known)
+    lower = np.array([0.0 if name == "step_s" else 1e-4 for name in names])
+    upper = np.array([least_s if name == "step_s" else 1.0 for name in names])
+    starts = zip(*(_STARTS.get(name, _OTHER_STARTS) for name in names), strict=True)
+    inside = [np.clip(start, lower + 1e-9, upper - 1e-9) for start in starts]
+    fits = [least_squares(errors, start, bounds=(lower, upper), x_scale=upper) for start in inside]
     best = min(fits, key=lambda found: float(found.cost))
     return with_values(best.x.tolist())
 
 
-def _one(
-    name: str, predicted_s: Callable[[Device, Measured], float], device: Device, points: Sequence[Measured]
-) -> Device:
-    """Fit the efficiency ``name`` by least relative errors over the points not held out."""
-
-    def error(log_value: float) -> float:
-        found = _set(device, **{name: math.exp(log_value)})
-        return sum(math.log(predicted_s(found, p) / p.seconds) ** 2 for p in points if not p.held_out)
-
-    best = minimize_scalar(error, bounds=(math.log(1e-4), 0.0), method="bounded")
-    return _set(device, **{name: math.exp(float(best.x))})
-
-
-# --- Predicting -------------------------------------------------------------------------------------------------------
-
-
-def _spec(measured: Measurements, *, prompt: float, response: int, sequences: int = 1) -> WorkloadSpec:
-    return WorkloadSpec(
+def _predicted_s(device: Device, model: ModelShape, measured: Measurements, point: Point) -> float:
+    spec = WorkloadSpec(
         name="measured",
-        num_groups=sequences,
+        num_groups=point.count if point.work == "train" else 1,
         group_size=1,
-        prompt_tokens=prompt,
-        buckets=length_buckets([response], group_size=1, num_groups=1),
+        prompt_tokens=point.tokens,
+        buckets=length_buckets([int(point.tokens) if point.work == "train" else 1], group_size=1, num_groups=1),
         rollout_weight_bytes=measured.weight_bytes,
         kv_bytes=measured.kv_bytes,
         proximal_pass=False,  # with a single mini-batch the training pass yields those log-probs
     )
-
-
-def _decode_s(device: Device, model: ModelShape, measured: Measurements, point: Decode) -> float:
-    spec = _spec(measured, prompt=point.context, response=1)
-    return replica_costs(model, spec, device, 1, 1).step_s(point.batch, point.context)
-
-
-def _prefill_s(device: Device, model: ModelShape, measured: Measurements, point: Prefill) -> float:
-    spec = _spec(measured, prompt=point.tokens, response=1)
-    return replica_costs(model, spec, device, 1, 1).prefill_s(point.tokens)
-
-
-def _step_s(device: Device, model: ModelShape, measured: Measurements, point: Step) -> float:
-    spec = _spec(measured, prompt=point.prompt_tokens, response=point.response_tokens, sequences=point.sequences)
-    part = TrainingPart(device=device.name, dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
-    return training_plan((trainer_costs(model, spec, device, part),)).step_s
-
-
-def _predictions(device: Device, model: ModelShape, measured: Measurements) -> Iterator[Prediction]:
-    for d in measured.decodes:
-        what = f"decoding iteration, batch {d.batch}, {d.context:.0f} tokens each"
-        predicted = _decode_s(device, model, measured, d)
-        yield Prediction(what=what, measured_s=d.seconds, predicted_s=predicted, held_out=d.held_out)
-    for p in measured.prefills:
-        predicted = _prefill_s(device, model, measured, p)
-        what = f"prefill of {p.tokens} tokens"
-        yield Prediction(what=what, measured_s=p.seconds, predicted_s=predicted, held_out=p.held_out)
-    for s in measured.steps:
-        predicted = _step_s(device, model, measured, s)
-        what = f"training step, {s.sequences} sequences of {s.prompt_tokens + s.response_tokens} tokens"
-        yield Prediction(what=what, measured_s=s.seconds, predicted_s=predicted, held_out=s.held_out)
-
-
-def calibrate(*, out: Path, key: str | None = None, model: Path | None = None, device: str = "auto") -> Calibration:
-    """Measure this machine and write the entry to ``out``. Raises ``ModelError`` if ``model`` is no model folder."""
-    from rollover.devices.measure import measure
-
-    if model is not None and not (model / "config.json").is_file():
-        raise ModelError(f"{model} is not a model folder: it has no config.json")
-    console = Console(highlight=False)
-    found = measure(model, device=device)
-    key = key or re.sub(r"[^a-z0-9]+", "-", found.title.lower()).strip("-")
-    calibration = fit(found, key)
-    console.print(_table(calibration))
-    verdict = "within" if calibration.worst <= ACCURACY else "NOT within"
-    text = f"Held-out times are predicted to {calibration.worst:.0%}, {verdict} {ACCURACY:.0%}"
-    if calibration.worst > ACCURACY:
-        text += ": measure again on an idle machine, or with the model you will use"
-    console.print(f"{text}.", markup=False)
-    comment = f"# {found.title}, measured by rollover calibrate; {text[0].lower()}{text[1:]}.\n"
-    out.write_text(comment + entry(calibration, key), encoding="utf-8")
-    console.print(f"device {key!r}: {out}; list the file under catalogues in a fleet file", markup=False)
-    return calibration
-
-
-def _table(calibration: Calibration) -> Table:
-    table = Table("", "measured, ms", "predicted, ms", "error", "")
-    for p in calibration.predictions:
-        held = "held out" if p.held_out else ""
-        table.add_row(
-            Text(p.what), f"{1e3 * p.measured_s:,.2f}", f"{1e3 * p.predicted_s:,.2f}", f"{p.error:+.1%}", held
-        )
-    return table
+    if point.work == "train":
+        part = TrainingPart(device=device.name, dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+        return training_plan((trainer_costs(model, spec, device, part),)).step_s
+    costs = replica_costs(model, spec, device, 1, 1)
+    return costs.step_s(point.count, point.tokens) if point.work == "decode" else costs.prefill_s(point.tokens)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.batch import Batch, Group
-from rollover.devices.measurements import Decode, Measurements, Prefill, Step
+from rollover.devices.fit import Measurements, Point
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
@@ -73,14 +75,15 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
     """Measure everything; ``model`` is a Hugging Face folder, by default one made for the purpose."""
     place = pick_device(device)
     sizes = sizes or (CPU if place.type == "cpu" else GPU)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    link_s, link_latency_s = _link(place, sizes)
     with tempfile.TemporaryDirectory() as temporary:
         folder = model
         if folder is None:
             folder = Path(temporary) / "model"
             build_scratch_model(folder, build_tokenizer(["measured, not read"]), sizes.scratch)
         config = json.loads((folder / "config.json").read_text())
-        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-        link_s, link_latency_s = _link(place, sizes)
+        points = [work(folder, str(place), config, sizes) for work in (_decodes, _prefills, _steps)]
         return Measurements(
             title=torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
             model=config,
@@ -91,9 +94,7 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
             copy_bytes_per_s=_copy(place, sizes),
             link_bytes_per_s=sizes.copy_bytes / link_s,
             link_latency_s=link_latency_s,
-            decodes=tuple(_decodes(folder, str(place), config, sizes)),
-            prefills=tuple(_prefills(folder, str(place), config, sizes)),
-            steps=tuple(_steps(folder, str(place), config, sizes)),
+            points=tuple(chain.from_iterable(points)),
         )
 
 
@@ -114,15 +115,19 @@ def _memory_bytes(place: torch.device) -> float:
 
 
 def _median_s(work: Callable[[], Any], place: torch.device, repeats: int) -> float:
-    def timed() -> float:
-        start_s = time.perf_counter()
+    def done() -> None:
         work()
         if place.type == "cuda":
             torch.cuda.synchronize(place)
-        return time.perf_counter() - start_s
 
-    timed()
-    return statistics.median(timed() for _ in range(repeats))
+    done()
+    return statistics.median(_seconds(done) for _ in range(repeats))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
 def _flops(place: torch.device, dtype: torch.dtype, sizes: MeasuredSizes) -> float:
@@ -168,58 +173,54 @@ def _core(folder: Path, device: str, config: dict[str, Any], *, running: int, co
     return EngineCore(folder, settings)
 
 
-def _request(number: int, tokens: int, vocab: int, max_new_tokens: int) -> GenerateRequest:
+def _request(name: str, tokens: int, vocab: int, max_new_tokens: int) -> GenerateRequest:
+    drawn = random.Random(name)
     return GenerateRequest(
-        request_id=str(number),
-        sample_key=str(number),
-        prompt_key=str(number),
-        prompt_ids=tuple((number * 7 + i) % vocab for i in range(tokens)),
+        request_id=name,
+        sample_key=name,
+        prompt_key=name,
+        prompt_ids=tuple(drawn.randrange(vocab) for _ in range(tokens)),
         params=SamplingParams(max_new_tokens=max_new_tokens),
-        seed=number,
+        seed=drawn.getrandbits(32),
     )
 
 
-def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Decode]:
+def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Point]:
     budget = sizes.repeats + 4
     largest = max(sizes.batches)
     core = _core(folder, device, config, running=largest, context=sizes.context_tokens + 8 * budget)
-    number = 0
     for place, batch in enumerate(sizes.batches):
-        for _ in range(batch):
+        for number in range(batch):
             # Early ones wait for the prefill of late ones, and decode meanwhile.
-            core.add(_request(number, sizes.context_tokens, config["vocab_size"], 7 * budget))
-            number += 1
+            core.add(_request(f"{place}/{number}", sizes.context_tokens, config["vocab_size"], 7 * budget))
         while len(core.step()) < batch:
             pass
-        times = []
-        for _ in range(sizes.repeats):
-            start_s = time.perf_counter()
-            core.step()
-            times.append(time.perf_counter() - start_s)
+        seconds = statistics.median(_seconds(core.step) for _ in range(sizes.repeats))
         core.abort_all()
         context = sizes.context_tokens + sizes.repeats / 2 + 1
-        yield Decode(batch=batch, context=context, seconds=statistics.median(times), held_out=place % 2 == 1)
+        yield Point(work="decode", count=batch, tokens=context, seconds=seconds, held_out=place % 2 == 1)
 
 
-def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Prefill]:
+def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Point]:
     core = _core(folder, device, config, running=1, context=max(sizes.prompts) + 8)
-    number = 0
+
+    def prefill() -> None:
+        while core.has_work:
+            core.step()
+
     for place, tokens in enumerate(sizes.prompts):
         times = []
-        for _ in range(sizes.repeats // 2 + 1):
-            core.add(_request(number, tokens, config["vocab_size"], 1))
-            number += 1
-            start_s = time.perf_counter()
-            while core.has_work:
-                core.step()
-            times.append(time.perf_counter() - start_s)
-        yield Prefill(tokens=tokens, seconds=statistics.median(times[1:]), held_out=place % 2 == 1)
+        for number in range(sizes.repeats // 2 + 1):
+            core.add(_request(f"{place}/{number}", tokens, config["vocab_size"], 1))
+            times.append(_seconds(prefill))
+        seconds = statistics.median(times[1:])
+        yield Point(work="prefill", count=1, tokens=tokens, seconds=seconds, held_out=place % 2 == 1)
 
 
 # --- Trainer ----------------------------------------------------------------------------------------------------------
 
 
-def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Step]:
+def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Point]:
     length = sizes.response_tokens
     settings = TrainerConfig(
         device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length
@@ -229,18 +230,11 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSiz
         config=settings, algorithm=algorithm, temperature=1.0, max_response_tokens=length, num_steps=1000
     )
     trainer = LocalTrainer(setup, folder)
-    for place, sequences in enumerate(sizes.sequences):
-        times = []
-        for _ in range(4):
-            batch = _batch(trainer.version, sequences, length, config["vocab_size"])
-            times.append(trainer.step(batch).metrics["time/step_s"])
-        yield Step(
-            sequences=sequences,
-            prompt_tokens=length,
-            response_tokens=length,
-            seconds=statistics.median(times[1:]),
-            held_out=place % 2 == 1,
-        )
+    for place, count in enumerate(sizes.sequences):
+        batches = (_batch(step, count, length, config["vocab_size"]) for step in range(4 * place, 4 * place + 4))
+        times = [trainer.step(batch).metrics["time/step_s"] for batch in batches]
+        seconds = statistics.median(times[1:])
+        yield Point(work="train", count=count, tokens=length, seconds=seconds, held_out=place % 2 == 1)
 
 
 def _batch(step: int, sequences: int, length: int, vocab: int) -> Batch:

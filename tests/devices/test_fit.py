@@ -11,8 +11,7 @@ import pytest
 
 from rollover import cli
 from rollover.devices.costs.passes import forward_flops
-from rollover.devices.fit import entry, fit
-from rollover.devices.measurements import Decode, Measurements, Prefill, Step
+from rollover.devices.fit import Measurements, Point, Work, entry, fit
 from rollover.devices.model_shape import parse
 from rollover.planner import fleet as fleets
 from rollover.settings import toml
@@ -56,29 +55,22 @@ def measured(noise: float = 1.0) -> Measurements:
         copy_bytes_per_s=BANDWIDTH,
         link_bytes_per_s=5e9,
         link_latency_s=2e-6,
-        decodes=tuple(
-            Decode(batch=b, context=260, seconds=decode_s(b, 260) * (noise if i % 2 else 1), held_out=i % 2 == 1)
-            for i, b in enumerate(batches)
-        ),
-        prefills=tuple(
-            Prefill(
-                tokens=n,
-                seconds=forward_flops(MODEL, n, n / 2) / (FLOPS * PREFILL),
-                held_out=i % 2 == 1,
-            )
-            for i, n in enumerate((128, 256, 512, 1024))
-        ),
-        steps=tuple(
-            Step(
-                sequences=n,
-                prompt_tokens=128,
-                response_tokens=128,
-                seconds=3 * n * f / (FLOPS * TRAIN) + optimizer,
-                held_out=i % 2 == 1,
-            )
-            for i, (n, f) in enumerate(zip(steps, forward, strict=True))
+        points=(
+            *(point("decode", i, b, 260, decode_s(b, 260) * (noise if i % 2 else 1)) for i, b in enumerate(batches)),
+            *(
+                point("prefill", i, 1, n, forward_flops(MODEL, n, n / 2) / (FLOPS * PREFILL))
+                for i, n in enumerate((128, 256, 512, 1024))
+            ),
+            *(
+                point("train", i, n, 128, 3 * n * f / (FLOPS * TRAIN) + optimizer)
+                for i, (n, f) in enumerate(zip(steps, forward, strict=True))
+            ),
         ),
     )
+
+
+def point(work: Work, place: int, count: int, tokens: float, seconds: float) -> Point:
+    return Point(work=work, count=count, tokens=tokens, seconds=seconds, held_out=place % 2 == 1)
 
 
 def test_what_made_the_times_is_found_again() -> None:
@@ -106,7 +98,7 @@ def test_no_efficiency_exceeds_one_however_slow_the_plain_measurements() -> None
 
 def test_the_entry_is_a_catalogue_that_a_fleet_can_name(tmp_path: Path) -> None:
     calibration = fit(measured(), "my-cpu")
-    (tmp_path / "mine.toml").write_text(entry(calibration, "my-cpu"))
+    (tmp_path / "mine.toml").write_text(entry(calibration.device))
     document = toml.parse('catalogues = ["mine.toml"]\n[[nodes]]\ndevice = "my-cpu"\nnum_devices = 1\n', "fleet.toml")
     device = fleets.parse(document, tmp_path).devices[0]
     assert device.flops == pytest.approx(calibration.device.flops, rel=1e-3)

@@ -20,9 +20,8 @@ def test_every_quantity_is_measured_and_makes_a_device() -> None:
         repeats=3,
     )
     found = measure(device="cpu", sizes=sizes)
-    assert [d.batch for d in found.decodes] == [1, 2, 4]
-    assert [p.tokens for p in found.prefills] == [16, 32]
-    assert [s.sequences for s in found.steps] == [2, 4]
-    assert all(point.seconds > 0 for point in (*found.decodes, *found.prefills, *found.steps))
+    works = [("decode", n, 18.5) for n in (1, 2, 4)] + [("prefill", 1, n) for n in (16, 32)]
+    assert [(p.work, p.count, p.tokens) for p in found.points] == [*works, ("train", 2, 8), ("train", 4, 8)]
+    assert all(point.seconds > 0 for point in found.points)
     assert min(found.flops, found.copy_bytes_per_s, found.link_bytes_per_s, found.memory_bytes) > 0
     assert fit(found, "here").device.hbm_bytes == found.memory_bytes

@@ -20,7 +20,7 @@ UNITS = (1, 100, 1e3, 1e-3, 1e-6, 1e-9)
 STATED = {"planner": {"25%", "0.43 times"}, "simulator": {"95 %"}}
 """Figures beside others with a record that are settings, or follow from catalogue entries."""
 RECORD = re.compile(r"(?:benchmarks|tests|docs/generate_\w+\.py)(?:/[\w./*-]+)?")
-ARITHMETIC = {"Slow links", "Failed responses", "Assumptions and limits", "How to read the table"}
+ARITHMETIC = {"Failed responses", "Assumptions and limits", "How to read the table"}
 """Sections whose figures are settings or follow from the formula beside them."""
 
 

@@ -154,7 +154,6 @@ def _checked(request: PlanRequest, made: Plan) -> Plan:
         made,
         simulated_steps_per_s=check(made, lengths).steps_per_s,
         alternatives=alternatives(made),
-        leaner=leaner(made),
     )
 
 
@@ -203,10 +202,6 @@ def scenario(plan: Plan) -> Scenario:
     )
 
 
-ALMOST = 0.01
-"""Fraction of the rate that the leaner plan may give up."""
-
-
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """List the feasible alternatives, fastest first."""
     return tuple(sorted(_of_one_type(plan), key=lambda a: (-a.steps_per_s, a.name)))
@@ -231,20 +226,6 @@ def launchable(plan: Plan) -> Alternative | None:
 def unlimited(plan: Plan) -> Alternative | None:
     """Return the best plan, whether or not ``rollover launch`` can run it."""
     return _planned("the best plan, runnable or not", plan, plan.fleet, _spec_of(plan))
-
-
-def leaner(plan: Plan) -> Alternative | None:
-    """Return the cheapest plan that is almost as fast, or the one with the fewest devices where a price is missing;
-    ``None`` if a target rate was given, since the plan is then the cheapest of its rate already."""
-    if plan.problem.target_steps_per_s is not None:
-        return None
-    fleet = replace(plan.fleet, budget_per_hour=None)
-    if any(device.price_per_hour is None for device in fleet.devices):
-        nodes = (replace(node, device=replace(node.device, price_per_hour=1.0)) for node in fleet.nodes)
-        fleet = replace(fleet, nodes=tuple(nodes))
-    target = plan.solution.steps_per_s * (1 - ALMOST)
-    spec = replace(_spec_of(plan), target_steps_per_s=target)
-    return _planned("the cheapest plan that is almost as fast", plan, fleet, spec)
 
 
 def _spec_of(plan: Plan) -> PlanSpec:

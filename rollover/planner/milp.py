@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,11 +117,6 @@ _NEAR = 2
 """Number of batch caps above and below one in use that rounding tries too."""
 
 
-Limit = Literal["stock", "staleness"]
-"""A limit that may be taken away to find out whether it stands in the way: devices beyond the stock may be used
-(``extra``), or the bound is a variable."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPoint:
     """Values of the variables, over all kinds and plans of the problem.
@@ -135,37 +130,32 @@ class ProgramPoint:
     y: Floats
     """(C,), whole unless caps are shared"""
     plan: int
-    extra: Floats
-    """(G,): devices beyond the stock."""
     objective: float
 
 
 class Program:
-    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind."""
+    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind; without row (6) if the
+    bound is ``unbounded``."""
 
     def __init__(
-        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Sequence[Limit] = ()
+        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, unbounded: bool = False
     ) -> None:
         self.load = load
         self.problem = load.problem
         self.plans = list(plans)
-        self.relaxed = relaxed
         self._choose(most)
         self._lay_out()
         self._add_samples()
         self._add_trainer()
-        self._add_limits()
+        self._add_limits(unbounded=unbounded)
 
     # --- Variables ------------------------------------------------------------------------------------------------
 
     def _choose(self, most: Floats | None) -> None:
         """Choose the kinds that are worth a variable, and the largest number of replicas of each."""
         load = self.load
-        if "stock" in self.relaxed:
-            fit = np.ceil(np.maximum(load.time, load.cache)) + 1
-        else:
-            left = (load.stock - load.training[self.plans]).max(axis=0)
-            fit = np.floor(load.of_type.T @ left / load.sizes)
+        left = (load.stock - load.training[self.plans]).max(axis=0)
+        fit = np.floor(load.of_type.T @ left / load.sizes)
         self._most = np.where(load.in_time(self.plans), fit if most is None else np.minimum(fit, most), 0.0)
         self.kinds = np.flatnonzero(self._most)
         self._place = np.full(len(self._most), -1)
@@ -181,8 +171,6 @@ class Program:
             "z": len(self.plans),
             "shapes": len(self.shapes),
             "used": len(self.kinds),
-            "extra": len(load.stock) * ("stock" in self.relaxed),
-            "staleness": 1,
             "share": 1,
         }
         self.at: dict[str, npt.NDArray[np.int64]] = {}
@@ -198,8 +186,6 @@ class Program:
         self.top[self.at["z"]] = 1
         self.top[self.at["used"]] = 0  # until they are counted
         self.bottom[self.at["share"]] = self.top[self.at["share"]] = 1
-        if "staleness" not in self.relaxed:
-            self.bottom[self.at["staleness"]] = self.top[self.at["staleness"]] = self.problem.max_staleness
         self.whole = np.ones(end, dtype=np.int64)
         self.whole[self.at["x"]] = self.whole[self.at["share"]] = 0
 
@@ -227,22 +213,20 @@ class Program:
             if not suits.all():
                 self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
 
-    def _add_limits(self) -> None:
+    def _add_limits(self, *, unbounded: bool) -> None:
         """Add rows (4), (5) and (6)."""
         load, at, problem = self.load, self.at, self.problem
         for g, supply in enumerate(problem.supplies):
             rolling = (load.sizes * load.of_type[g])[self.kinds]
             training = load.training[self.plans, g]
-            extra = at["extra"][g : g + 1]
-            where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
-            self.rows.add(where, values, high=supply.count)
+            self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling, training], high=supply.count)
         for (g, size, count), rolling in zip(load.scarce, load.in_blocks, strict=True):
-            if "stock" not in self.relaxed:
-                trained = load.training_in_blocks(g, size, self.plans)
-                self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], trained], high=count)
+            trained = load.training_in_blocks(g, size, self.plans)
+            self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], trained], high=count)
         if problem.budget_per_hour is not None:
             self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
-        self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)
+        if not unbounded:
+            self.rows.add(np.arange(self.num_variables), self.staleness_row(), high=problem.max_staleness + 1)
 
     def cost_row(self, prices: Floats) -> Floats:
         """Return the cost per hour as a function of all variables."""
@@ -337,6 +321,5 @@ class Program:
             x=x,
             y=y,
             plan=self.plans[int(np.argmax(values[self.at["z"]]))],
-            extra=np.round(values[self.at["extra"]]),
             objective=float(found.fun),
         )

@@ -53,8 +53,6 @@ class Plan:
     unlimited: Alternative | None = None
     """The best plan regardless of what can run it, if this one was made for ``rollover launch``; ``None`` if not
     requested."""
-    leaner: Alternative | None = None
-    """The cheapest plan that is almost as fast; ``None`` if not requested."""
     simulated_steps_per_s: float | None = None
     """Rate that a simulation of the whole loop reached; ``None`` if it was not run."""
 

@@ -27,11 +27,10 @@ _ROUNDING = 1e-9
 class RateLoad:
     """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), training plans (P) and types (G)."""
 
-    def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
-        """Compute the load. ``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
+    def __init__(self, problem: Problem, rate: float) -> None:
         self.problem = problem
         self.rate = rate
-        self._alone = problem.max_staleness == 0 and not any_bound
+        self._alone = problem.max_staleness == 0
         self._read_columns()
         self._read_plans()
         self._read_blocks()
@@ -130,9 +129,9 @@ class RateLoad:
         however low."""
         return self._tail * (1 + _ROUNDING) - busy
 
-    def able(self, *, any_stock: bool = False) -> list[int]:
+    def able(self) -> list[int]:
         """Return the plans that are fast enough, and within stock and budget."""
-        fits = (self.training <= (np.inf if any_stock else self.stock)).all(axis=1)
+        fits = (self.training <= self.stock).all(axis=1)
         if self.problem.budget_per_hour is not None:
             fits &= self.training @ self.prices <= self.problem.budget_per_hour
         return np.flatnonzero((self.busy <= 1 + _ROUNDING) & fits).tolist()

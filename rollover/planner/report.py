@@ -11,13 +11,10 @@ from rich.text import Text
 
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.records import Binding
-from rollover.planner.slow_links import slow_links
 from rollover.report.page import Page, header, table, tiles
 
 AGREED = 0.10
 """Relative difference between simulation and formula up to which they agree."""
-USELESS = 0.03
-"""Fraction of the cost from which devices of little use are mentioned: three times the rate that they may add."""
 CONSIDERABLE = 0.2
 """Fraction of the trainer's time from which weight updates are mentioned as a part of its work."""
 
@@ -43,8 +40,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *cannot_run(plan),
         *_simulated(plan),
         *_limits(plan),
-        *_useless(plan),
-        *slow_links(plan),
+        *_idle(plan),
         _proved(plan),
         *_assumed(plan),
     )
@@ -252,27 +248,13 @@ def _limit(plan: Plan, binding: Binding) -> str:
             return f"The staleness bound of {bound} binds for the longest responses: slower replicas would miss it."
 
 
-def _useless(plan: Plan) -> Iterator[str]:
-    """Describe devices that add nothing to the rate, or next to nothing."""
+def _idle(plan: Plan) -> Iterator[str]:
+    """Describe devices that add nothing to the rate."""
     if plan.idle:
         prices = [(plan.fleet.by_name[name].price_per_hour, n) for name, n in plan.idle.items()]
         cost = None if any(price is None for price, _ in prices) else sum((price or 0.0) * n for price, n in prices)
         saved = "" if cost is None else f" Not renting them saves {cost:,.2f} {plan.fleet.currency} per hour."
         yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be better.{saved}"
-    if (leaner := plan.leaner) is None:
-        return
-    fewer = {name: n - leaner.devices.get(name, 0) for name, n in plan.used.items() if n > leaner.devices.get(name, 0)}
-    more = {name: n - plan.used.get(name, 0) for name, n in leaner.devices.items() if n > plan.used.get(name, 0)}
-    now, then = float(sum(plan.used.values())), float(sum(leaner.devices.values()))
-    saved = f"{now - then:g} of {now:g} devices"
-    if plan.cost_per_hour is not None and leaner.cost_per_hour is not None:
-        now, then = plan.cost_per_hour, leaner.cost_per_hour
-        saved = f"{now - then:,.2f} of {now:,.2f} {plan.fleet.currency} per hour"
-    lost = max(0.0, 1 - leaner.steps_per_s / plan.solution.steps_per_s)
-    if fewer and 1 - then / now >= USELESS:
-        instead = f", with {_counted(more)} more," if more else ""
-        without = f"Without them{instead} {lost:.1%} of the rate would be lost and {saved} saved."
-        yield f"Of little use: {_counted(fewer)}. {without}"
 
 
 def _counted(devices: Mapping[str, int]) -> str:

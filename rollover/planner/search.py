@@ -17,10 +17,9 @@ from rollover.devices.costs.records import ReplicaKind
 from rollover.devices.records import Device, Link, ModelShape
 from rollover.errors import PlanError
 from rollover.planner.choices import finer
-from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import GAP, may_reach, solve
 from rollover.planner.placement import Pipeline, Placement, costed_on_links, place
-from rollover.planner.plan import Plan
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec, fleet_problem, supplies, with_networks
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Fleet, Node, Problem, Solution
@@ -49,7 +48,7 @@ _SHORT = 1e-3
 
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """Make the best plan found: the fastest, or with a target the cheapest that reaches it. Raises ``PlanError`` if
-    nothing satisfies the limits; the message says which ones rule out every plan."""
+    nothing satisfies the limits."""
     best: Plan | None = None
     refused: PlanError | None = None
     everything = tuple(range(len(fleet.nodes)))
@@ -60,7 +59,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
             try:
-                made = best_of_rounds(spec, typed, nodes, inside, explain=not (best or refused))
+                made = best_of_rounds(spec, typed, nodes, inside)
                 best = made if best is None or _is_better(made, best) else best
             except PlanError as error:
                 refused = refused or error
@@ -191,14 +190,11 @@ def _islands(topology: Topology) -> list[tuple[int, ...]]:
 # --- Rounds through both phases ---------------------------------------------------------------------------------------
 
 
-def best_of_rounds(
-    spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: tuple[str, ...] = (), *, explain: bool = True
-) -> Plan:
+def best_of_rounds(spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: tuple[str, ...] = ()) -> Plan:
     """Return the best plan found that may use all of ``nodes``, of the plans that train in each node of the types
-    ``inside``. Raises ``PlanError`` if nothing satisfies the limits; with ``explain``, the message says which limits
-    rule out every plan."""
+    ``inside``. Raises ``PlanError`` if nothing satisfies the limits."""
     part, topology, model, target = _alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
-    refused = ""
+    fastest = "there is none either"
     networks: dict[str, Link] = {}
     met: list[Problem] = []
     found: list[Plan] = []
@@ -208,10 +204,10 @@ def best_of_rounds(
         problem = _with_placed(fleet_problem(part, spec, networks, inside=inside), met)
         devices = with_networks(part.stock, networks)
         solved = solve_finely(problem, devices, model)
-        if solved is None and not rounds:
-            refused = why_infeasible(problem) if explain else "no plan satisfies all limits"
-            if target:  # the fastest plan may reach it on its links
-                solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model)
+        if solved is None and not rounds and target:  # the fastest plan may reach it on its links
+            solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model)
+            if solved is not None:
+                fastest = f"the fastest has {solved[1].steps_per_s * step_tokens(spec.workload):,.0f} tokens/s"
         if solved is None:
             break
         problem, solution = solved
@@ -242,10 +238,10 @@ def best_of_rounds(
         met.append(real.problem)
         networks = {**networks, **real.networks}
     if not found:
+        tried = f"; without the target, {fastest}" if target else ""
         raise PlanError(
-            refused
-            or f"no plan satisfies its limits on the links between these nodes ({len(rounds)} were tried):"
-            " allow more staleness, a larger budget, a lower target or faster links"
+            f"no plan satisfies its limits on these nodes and the links between them ({len(rounds)} were tried{tried}):"
+            " allow more devices, staleness or budget, a lower target, faster links or a weaker --tail"
         )
     return replace(min(found, key=rank), rounds=tuple(rounds))
 

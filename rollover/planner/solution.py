@@ -127,7 +127,7 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
     """Return the least bound under which these replicas and this trainer keep ``rate``."""
     for least in (0, 1):
         bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
-        program = Program(RateLoad(bound, rate), [plan], most=replicas, relaxed=("staleness",))
+        program = Program(RateLoad(bound, rate), [plan], most=replicas, unbounded=True)
         program.fix()
         point = program.minimise(program.staleness_row())
         if point is not None and (least or point.objective <= 1 + 1e-6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,9 +138,9 @@ def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refuse
 
 def test_what_cannot_be_reached_is_explained(refused: Callable[..., str]) -> None:
     said = refused("--aim", "cost", "--target", "100000000")
-    assert "cannot be reached; the fastest plan reaches about" in said
+    assert re.search(r"without the target, the fastest has [\d,]+ tokens/s", said)
     said = refused("--budget", "0.01")
-    assert "budget" in said
+    assert "no plan satisfies its limits" in said and "budget" in said
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_needs(folder: Path, refused: Callable[..., str]) -> None:

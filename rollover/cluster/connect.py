@@ -61,7 +61,7 @@ def connect(config: ClusterConfig) -> Any:
         return ray
     address = _find(config)
     try:
-        with _own_signal_handlers(), _without_reports_of_nodes():
+        with _own_signal_handlers():
             ray.init(
                 address=address,
                 namespace=NAMESPACE,
@@ -120,25 +120,6 @@ def _own_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _without_reports_of_nodes() -> Iterator[None]:
-    """Keep Ray from printing what its nodes report to all drivers: for a node that is lost, the last twenty lines of
-    its log, twice, around the one line in which the run says what it has lost. They stay in Ray's logs.
-
-    No option of ``ray.init`` turns this off, ``log_to_driver`` included. A Ray that does it elsewhere prints them.
-    """
-    worker: Any = sys.modules.get("ray._private.worker")
-    listen = getattr(worker, "listen_error_messages", None)
-    if listen is None:
-        yield
-        return
-    worker.listen_error_messages = lambda *args: None
-    try:
-        yield
-    finally:
-        worker.listen_error_messages = listen
 
 
 def _in_one_line(text: str) -> str:

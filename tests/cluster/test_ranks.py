@@ -86,7 +86,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
-    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that is killed is in ``test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill``."""
     with monkeypatch.context() as patch:
@@ -140,7 +140,6 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     verify_files(tmp_path / "step_1", manifest)
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
     until(lambda: not any(map(is_there, last)), "the ranks end")
-    assert "(raylet)" not in capsys.readouterr().out, "what nodes report stays in Ray's logs"
 
 
 LOSSES = (

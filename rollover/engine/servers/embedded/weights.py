@@ -28,12 +28,8 @@ class EmbeddedServerWeights(WeightEndpoint[EmbeddedServerConfig]):
         await self._load(label, folder, keeps_kv=keeps_kv)
 
     async def _send_adapter(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        """Have the server merge adapters into the run's model, where its own machine has it: a server that we have
-        started began with it, maybe with a copy."""
-        base = str(self._base.resolve())
-        if self._config.launch:
-            base = (await self._client.ask(ServerInfo, "GET", "/info")).model_path
-        await self._load(label, source, base=base, keeps_kv=keeps_kv)
+        """Have the server merge adapters into the run's model."""
+        await self._load(label, source, base=str(self._base.resolve()), keeps_kv=keeps_kv)
 
     async def _load(self, label: str, folder: Path, *, keeps_kv: bool, base: str | None = None) -> None:
         body = {"folder": str(folder.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}

@@ -37,9 +37,7 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
     type=click.Choice(["none", "soft", "hard"]),
     help="How strictly the longest responses must keep the staleness bound too; soft by default.",
 )
-@click.option(
-    "--for-launch", is_flag=True, help="Consider only plans that rollover launch can run, and say what that costs."
-)
+@click.option("--for-launch", is_flag=True, help="Consider only plans that rollover launch can run.")
 @click.option("--quick", is_flag=True, help="Skip simulation and alternatives.")
 @click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with all results.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write the whole plan as JSON.")

@@ -100,10 +100,6 @@ def plan(request: PlanRequest) -> None:
     spec = _spec(request, model, lengths)
     with console.status("planning"):
         made = make_plan(fleet, spec)
-        if request.for_launch:
-            made = replace(made, unlimited=unlimited(made))
-        else:
-            made = replace(made, launchable=launchable(made))
     if not request.quick:
         with console.status("simulating, and planning alternatives"):
             made = _checked(request, made)
@@ -214,39 +210,6 @@ def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution]
     except PlanError:
         return None
     return solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model)
-
-
-def launchable(plan: Plan) -> Alternative | None:
-    """Return the best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
-    if not any(plan.obstacles):
-        return None
-    return _planned("what rollover launch can run", plan, plan.fleet, replace(_spec_of(plan), launchable="vllm"))
-
-
-def unlimited(plan: Plan) -> Alternative | None:
-    """Return the best plan, whether or not ``rollover launch`` can run it."""
-    return _planned("the best plan, runnable or not", plan, plan.fleet, _spec_of(plan))
-
-
-def _spec_of(plan: Plan) -> PlanSpec:
-    """Return the specification of ``plan`` without its target."""
-    return PlanSpec(
-        model=plan.model, workload=plan.workload, max_staleness=plan.problem.max_staleness, tail=plan.problem.tail
-    )
-
-
-def _planned(name: str, plan: Plan, fleet: Fleet, spec: PlanSpec) -> Alternative | None:
-    """Plan ``fleet``, which is that of ``plan`` but for prices; the prices of ``plan`` count."""
-    try:
-        made = make_plan(fleet, spec)
-    except PlanError:
-        return None
-    return Alternative(
-        name=name,
-        steps_per_s=made.solution.steps_per_s,
-        cost_per_hour=replace(made, fleet=plan.fleet).cost_per_hour,
-        devices=made.used,
-    )
 
 
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:

@@ -48,11 +48,6 @@ class Plan:
     it breaks a limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
-    launchable: Alternative | None = None
-    """The best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
-    unlimited: Alternative | None = None
-    """The best plan regardless of what can run it, if this one was made for ``rollover launch``; ``None`` if not
-    requested."""
     simulated_steps_per_s: float | None = None
     """Rate that a simulation of the whole loop reached; ``None`` if it was not run."""
 

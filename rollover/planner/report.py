@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Binding
 from rollover.report.page import Page, header, table, tiles
 
@@ -137,10 +137,6 @@ def numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     if plan.simulated_steps_per_s is not None:
         proof = f"simulated; the formula says {plan.solution.steps_per_s / plan.trusted_steps_per_s:.2f}× this"
     yield "Training throughput", f"{plan.tokens_per_s:,.0f}", "tokens/s", proof
-    if plan.obstacles:
-        other, note = plan.launchable, "by the formula, planned with --for-launch; rollover launch cannot run this plan"
-        value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-        yield "With rollover launch", value, "" if other is None else "tokens/s", note
     yield "One step every", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"
     devices = f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices"
     if cost is None or per_million is None:
@@ -171,26 +167,9 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def cannot_run(plan: Plan) -> Iterator[str]:
-    """Say which parts of the plan this version cannot run, and what it costs to avoid them."""
-    if unlimited := plan.unlimited:
-        yield (
-            f"Planned for rollover launch. Without its limits, the fleet would reach {_rate(plan, unlimited)} by the"
-            f" formula, {unlimited.steps_per_s / plan.solution.steps_per_s:.2f}× this plan's."
-        )
-    if not (found := plan.obstacles):
-        return
-    said = f"rollover launch cannot run this plan: {'; '.join(found)}"
-    if (other := plan.launchable) is None:
-        yield f"{said}. No plan was found that it can run with {plan.model.name} on this fleet."
-        return
-    yield (
-        f"{said}. Planned with --for-launch, this fleet reaches {_rate(plan, other)} by the formula,"
-        f" {other.steps_per_s / plan.solution.steps_per_s:.1%} of the formula's rate for this plan."
-    )
-
-
-def _rate(plan: Plan, other: Alternative) -> str:
-    return f"{other.steps_per_s * step_tokens(plan.workload):,.0f} tokens/s"
+    """Say which parts of the plan this version cannot run."""
+    if found := plan.obstacles:
+        yield f"rollover launch cannot run this plan: {'; '.join(found)}. --for-launch plans what it can run."
 
 
 def _simulated(plan: Plan) -> Iterator[str]:

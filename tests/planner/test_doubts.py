@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 
 import pytest
 from pydantic import TypeAdapter
 
 from rollover.devices import workload
 from rollover.devices.model_shape import parse
-from rollover.planner.job import launchable, unlimited
-from rollover.planner.plan import Plan, step_tokens
+from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
-from rollover.planner.report import numbers, render_page, sentences
+from rollover.planner.report import render_page, sentences
 from rollover.planner.search import make_plan
 from tests.planner.test_plan import QWEN_7B, fleet
 
@@ -43,29 +43,17 @@ def pipelined(plan: Plan) -> Plan:
     return replace(plan, solution=replace(plan.solution, plan=training))
 
 
-def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> None:
-    made = pipelined(plan)
-    made = replace(made, launchable=launchable(made))
-    other = made.launchable
-    assert other is not None and other.steps_per_s == pytest.approx(plan.solution.steps_per_s)
-    tokens = f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-    said = sentences(made)[0]
+def test_a_plan_that_cannot_be_launched_says_why_first(plan: Plan) -> None:
+    said = sentences(pipelined(plan))[0]
     assert said.startswith("rollover launch cannot run this plan: on h100-sxm, the trainer supports only data")
-    assert f"Planned with --for-launch, this fleet reaches {tokens} tokens/s by the formula" in said
-    assert ("With rollover launch", tokens, "tokens/s") in [row[:3] for row in numbers(made)]
-    assert f"reaches {tokens} tokens/s" in render_page(made)
-    assert "No plan was found that it can run with qwen-1.5b" in sentences(replace(made, launchable=None))[0]
+    assert said.endswith("--for-launch plans what it can run.") and escape(said) in render_page(pipelined(plan))
 
 
-def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: Plan) -> None:
-    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, launchable="vllm"))
-    made = replace(made, unlimited=unlimited(made))
-    (part,) = made.solution.plan.parts
+def test_a_plan_made_for_launch_can_be_launched(plan: Plan) -> None:
+    (part,) = plan.solution.plan.parts
     assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1
-    assert made.obstacles == () and launchable(made) is None
-    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
-    assert "1.02× this plan's" in sentences(made)[0]
-    assert TypeAdapter(Plan).validate_json(made.to_json()) == made
+    assert plan.obstacles == ()
+    assert TypeAdapter(Plan).validate_json(plan.to_json()) == plan
 
 
 def test_each_part_that_cannot_be_launched_is_named(plan: Plan) -> None:

@@ -35,7 +35,7 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
 def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
     from rollover.swarm.coordinator.listening import check_listening
 
-    lines = [f"swarm: {line}" for line in check_listening(config)]
+    lines = [f"swarm: {check_listening(config)}"]
     if facts.cuts_distribution:
         lines.append(
             "swarm: warning: with rollout.top_p, top_k or min_p, nothing verifies among which tokens a worker drew:"

@@ -136,25 +136,21 @@ def test_the_metrics_are_those_of_the_state() -> None:
     expected = {
         ("workers", "ready"): 1,
         ("workers", "sent away"): 1,
-        ("spool_depth", "laptop"): 58,
-        ("logprob_drift", "laptop"): 2e-6,
-        ("prepare_s", "laptop"): 4.1,
-        ("pause_s", "laptop"): 0.3,
-        ("wire_bytes", "laptop"): 81264,
-        ("decoded_tokens_total", "laptop"): 6410,
-        ("credits", "laptop"): 12,
-        ("credits", "old"): 0,
+        ("version",): 8,
+        ("worker_num_held", "laptop"): 58,
+        ("worker_drift", "laptop"): 2e-6,
+        ("worker_prepare_s", "laptop"): 4.1,
+        ("worker_wire_bytes", "laptop"): 81264,
+        ("worker_tokens_per_s", "old"): 0.0,
         ("convergence_s",): 5.5,
-        ("changed_fraction", "delta"): 0.02,
+        ("publication_changed_fraction", "delta"): 0.02,
         ("late_accepted_total",): 1,
-        ("out_of_order_total",): 9,
-        ("fenced_writes_total",): 2,
-        ("staleness_mean",): 0.25,
-        ("staleness_max",): 1,
-        ("dropped_total", "failed"): 12,
+        ("fenced_total",): 2,
+        ("metrics", "staleness/mean"): 0.25,
+        ("metrics", "rollout/wasted_tokens/failed"): 12,
     }
     assert {key: found.get(key) for key in expected} == expected
-    assert ("logprob_drift", "old") not in found and ("step",) not in found, "what is unknown is left out"
+    assert ("worker_drift", "old") not in found and ("step",) not in found, "what is unknown is left out"
 
 
 # -- who may ask ------------------------------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ def test_the_state_is_answered_as_it_was_written_last(tmp_path: Path) -> None:
     assert shown["assignments"] == [{"sample": "g4.1.", "num_tokens": 3, "max_tokens": 9}]
     assert state.json()["history"] == [220.4]
     assert metrics.headers["content-type"].startswith("text/plain; version=")
-    assert 'rollover_tokens_per_s{worker="laptop"} 220.4' in metrics.text
+    assert 'rollover_worker_tokens_per_s{worker="laptop"} 220.4' in metrics.text
     assert missing.status_code == 404
 
 

@@ -3,8 +3,8 @@
 A sample contributes the density of its log length where it ended by itself, and where it was cut (at the cap, or
 before its end) the probability of being longer, ``q + (1 - q) P(no loop and longer)``: that tells loops from a long
 tail. Siblings share the effect of their prompt, which is integrated out: exactly for the samples that ended (they are
-jointly normal), by Gauss-Hermite quadrature around that for those cut. Drift and a Pareto tail are in the law only if
-they lower Schwarz's criterion.
+jointly normal), by Gauss-Hermite quadrature around that for those cut. Drift is in the law only if it lowers Schwarz's
+criterion.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover.errors import DataError
-from rollover.workload.law import TAIL_FROM, TAIL_Z, Floats, LengthLaw
+from rollover.workload.law import Floats, LengthLaw
 from rollover.workload.trace import EmpiricalLaw, Trace
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(20)
 _LOG_WEIGHTS = np.log(_WEIGHTS / math.sqrt(2 * math.pi))
 _MIN_FINISHED = 20
 """Minimum number of samples that ended by themselves; fewer say nothing about a distribution."""
-_MIN_TAIL = 100
-"""Minimum number of samples between the 90th percentile and the cap for a Pareto tail to be fitted."""
 _RESAMPLES = 40
 _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
 """Bounds of the search."""
@@ -57,16 +55,7 @@ class Fit:
 def fit(trace: Trace, *, seed: int = 0) -> Fit:
     """Fit the law of a trace's lengths. Raises ``DataError`` if too few samples ended by themselves."""
     data = _Data.of(trace)
-    best = _maximum(data, _Shape())
-    for candidate in (_Shape(drift=True), _Shape(tail=True), _Shape(drift=True, tail=True)):
-        num_in_tail = np.sum(data.log_ended > best.law.mu + TAIL_Z * best.law.sigma)
-        if candidate.tail and num_in_tail < _MIN_TAIL:
-            continue
-        if candidate.num_parameters > best.shape.num_parameters + 1:
-            continue
-        found = _maximum(data, candidate)
-        if found.criterion < best.criterion:
-            best = found
+    best = min((_maximum(data, drifts=drifts) for drifts in (False, True)), key=lambda found: found.criterion)
     floor = int(min(n for p in trace.prompts for i, n in enumerate(p.lengths) if i not in p.unfinished))
     prompt_tokens = int(np.median([p.prompt_tokens for p in trace.prompts]))
     law = replace(best.law, min_tokens=floor, prompt_tokens=prompt_tokens)
@@ -103,18 +92,6 @@ def _resampled(trace: Trace, law: LengthLaw, seed: int) -> Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """The parameters that the law has beside the four it always has."""
-
-    drift: bool = False
-    tail: bool = False
-
-    @property
-    def num_parameters(self) -> int:
-        return 4 + self.drift + self.tail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
     """Samples in columns, in the order of their prompts; prompts are numbered in the order drawn."""
 
@@ -147,10 +124,10 @@ class _Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maximum:
-    """The point where the likelihood of a shape is greatest."""
+    """The point where the likelihood is greatest, with or without drift."""
 
     point: Floats
-    shape: _Shape
+    drifts: bool
     law: LengthLaw
     criterion: float
     """Schwarz's: parameters are paid for by the logarithm of the number of prompts."""
@@ -158,69 +135,62 @@ class _Maximum:
     def standard_errors(self, data: _Data) -> dict[str, float]:
         """Estimate the standard errors from the curvature at the maximum; parameters at a bound have none."""
         names = ["median_tokens", "sigma", "icc", "loop_probability"]
-        names += ["drift_per_1k_prompts"] * self.shape.drift + ["tail_exponent"] * self.shape.tail
+        names += ["drift_per_1k_prompts"] * self.drifts
         icc, q = self.law.icc, self.law.loop_probability
-        slopes = [1.0, self.law.sigma, icc * (1 - icc), q * (1 - q)]
-        slopes += [1.0] * self.shape.drift + [self.law.tail_exponent or 0.0] * self.shape.tail
-        inside = [i for i, (low, high) in enumerate(_bounds(self.shape)) if low + 1e-3 < self.point[i] < high - 1e-3]
-        step = 0.03 if self.shape.tail else 1e-3  # wide enough to even out the jumps at the tail's beginning
-        hessian = _hessian(lambda p: -_log_likelihood(data, p, self.shape), self.point, inside, step)
+        slopes = [1.0, self.law.sigma, icc * (1 - icc), q * (1 - q), 1.0]
+        bounds = _bounds(drifts=self.drifts)
+        inside = [i for i, (low, high) in enumerate(bounds) if low + 1e-3 < self.point[i] < high - 1e-3]
+        hessian = _hessian(lambda p: -_log_likelihood(data, p, drifts=self.drifts), self.point, inside, 1e-3)
         variances = np.diag(np.linalg.pinv(hessian))
         return {names[i]: slopes[i] * math.sqrt(v) for i, v in zip(inside, variances.tolist(), strict=True) if v > 0}
 
 
-def _bounds(shape: _Shape) -> list[tuple[float, float]]:
-    bounds = [(0.0, 17.0), _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q]
-    return bounds + [(-1.0, 1.0)] * shape.drift + [(-1.0, 3.0)] * shape.tail
+def _bounds(*, drifts: bool) -> list[tuple[float, float]]:
+    return [(0.0, 17.0), _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q] + [(-1.0, 1.0)] * drifts
 
 
-def _maximum(data: _Data, shape: _Shape) -> _Maximum:
+def _maximum(data: _Data, *, drifts: bool) -> _Maximum:
     from scipy.optimize import minimize
 
     y = data.log_ended
     share_cut = len(data.log_cut) / (len(data.log_cut) + len(y))
     start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), 0.0, _logit(max(share_cut / 2, 1e-3))]
-    start += [0.0] * shape.drift + [math.log(2.0)] * shape.tail
-    # Where the tail begins moves with the other parameters, and samples jump across: no gradient to follow.
-    search = {"method": "Nelder-Mead", "options": {"xatol": 1e-3, "fatol": 1e-6, "maxfev": 1000}}
+    start += [0.0] * drifts
     found: Any = minimize(
-        lambda p: -_log_likelihood(data, p, shape) / len(y),
+        lambda p: -_log_likelihood(data, p, drifts=drifts) / len(y),
         start,
-        bounds=_bounds(shape),
-        **(search if shape.tail else {"method": "L-BFGS-B"}),
+        bounds=_bounds(drifts=drifts),
+        method="L-BFGS-B",
     )
     best = -float(found.fun) * len(y)
     return _Maximum(
         point=found.x,
-        shape=shape,
-        law=_law(found.x, shape, data.cap_tokens),
-        criterion=shape.num_parameters * math.log(data.num_prompts) - 2 * best,
+        drifts=drifts,
+        law=_law(found.x, data.cap_tokens),
+        criterion=len(start) * math.log(data.num_prompts) - 2 * best,
     )
 
 
-def _law(point: Floats, shape: _Shape, cap_tokens: int) -> LengthLaw:
-    mu, log_sigma, logit_icc, logit_q, *more = (float(v) for v in point)
-    drift = more.pop(0) if shape.drift else 0.0
+def _law(point: Floats, cap_tokens: int) -> LengthLaw:
+    mu, log_sigma, logit_icc, logit_q, *drift = (float(v) for v in point)
     return LengthLaw(
         median_tokens=math.exp(mu),
         sigma=math.exp(log_sigma),
         icc=_logistic(logit_icc) if logit_icc > _LOGIT_ICC[0] + 1e-3 else 0.0,
         loop_probability=_logistic(logit_q) if logit_q > _LOGIT_Q[0] + 1 else 0.0,
         cap_tokens=cap_tokens,
-        drift_per_1k_prompts=drift,
-        tail_exponent=math.exp(more[0]) if shape.tail else None,
+        drift_per_1k_prompts=drift[0] if drift else 0.0,
     )
 
 
-def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
+def _log_likelihood(data: _Data, point: Floats, *, drifts: bool) -> float:
     """Sum the log-likelihood over all samples, with the prompt effects integrated out."""
     from scipy.special import log_ndtr, logsumexp
 
     mu, sigma, icc, q = float(point[0]), math.exp(point[1]), _logistic(point[2]), _logistic(point[3])
-    drift = float(point[4]) / 1000 if shape.drift else 0.0
-    exponent = math.exp(point[-1]) if shape.tail else None
-    ended, log_jacobian = _residuals(data.log_ended - mu - drift * data.ended_group, sigma, exponent)
-    cut, _ = _residuals(data.log_cut - mu - drift * data.cut_group, sigma, exponent)
+    drift = float(point[4]) / 1000 if drifts else 0.0
+    ended = data.log_ended - mu - drift * data.ended_group
+    cut = data.log_cut - mu - drift * data.cut_group
     within, between = (1 - icc) * sigma**2, icc * sigma**2  # variances
 
     # Samples that ended: jointly normal with equal correlation.
@@ -229,7 +199,7 @@ def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
     total = within + n * between
     log_density = -0.5 * (len(ended) * math.log(2 * math.pi * within) + float(np.sum(np.log(total / within))))
     log_density -= 0.5 * float(np.sum(ended**2) - np.sum(sums**2 * between / total)) / within
-    log_density += len(ended) * math.log1p(-q) + log_jacobian
+    log_density += len(ended) * math.log1p(-q)
     if not len(cut):
         return log_density
 
@@ -242,23 +212,6 @@ def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
     log_cut = np.logaddexp(math.log(q), math.log1p(-q) + log_longer)
     per_prompt = np.add.reduceat(log_cut, np.flatnonzero(np.diff(place, prepend=-1)), axis=0)
     return log_density + float(np.sum(logsumexp(per_prompt + _LOG_WEIGHTS, axis=1)))
-
-
-def _residuals(deviations: Floats, sigma: float, exponent: float | None) -> tuple[Floats, float]:
-    """Return log lengths about their median as the normal deviations of equal rank, and the log of the change of
-    density."""
-    from scipy.special import ndtri
-
-    start = TAIL_Z * sigma
-    beyond = deviations > start
-    if exponent is None or not beyond.any():
-        return deviations, 0.0
-    survival = (1 - TAIL_FROM) * np.exp(-exponent * (deviations[beyond] - start))
-    z = -ndtri(np.maximum(survival, 1e-300))
-    residuals = deviations.copy()
-    residuals[beyond] = sigma * z
-    log_normal_density = -0.5 * z**2 - 0.5 * math.log(2 * math.pi)
-    return residuals, float(np.sum(np.log(exponent * survival * sigma) - log_normal_density))
 
 
 def _hessian(function: Any, point: Floats, inside: list[int], step: float) -> Floats:

@@ -5,8 +5,6 @@
     tau^2 = icc sigma^2,   s^2 = (1 - icc) sigma^2
     L     = cap with probability q (the model loops), else int(exp(log L)) between floor and cap
 
-A variation: beyond the 90th percentile the tail may be Pareto.
-
 A ``Generator`` draws from a law: the same lengths for the same seed, in whatever order they are asked for. It draws
 blocks of prompts by samples, each keyed by (seed, purpose, block, ...), and keeps them a while.
 """
@@ -22,9 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 NORMAL = NormalDist()
-TAIL_FROM = 0.9
-"""Fraction of samples below a Pareto tail."""
-TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
 MAX_TOKENS = 2**24
 """Maximum length of a prompt or response; a larger one is taken for a typing error, and would never finish."""
@@ -56,8 +51,6 @@ class LengthLaw:
     """Longest response: ``max_new_tokens`` of the run."""
     min_tokens: int = 1
     """Shortest response."""
-    tail_exponent: float | None = None
-    """Exponent of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal by default."""
     drift_per_1k_prompts: float = 0.0
     """Change of the log median over 1,000 prompts drawn: 0.01 lengthens responses by one percent."""
     prompt_tokens: int = 150
@@ -79,8 +72,6 @@ class LengthLaw:
                 raise ValueError(f"{key} must be at most {MAX_TOKENS}, got {getattr(self, key)}")
         if self.min_tokens > self.cap_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not be above cap_tokens ({self.cap_tokens})")
-        if self.tail_exponent is not None and not (self.tail_exponent > 0 and math.isfinite(self.tail_exponent)):
-            raise ValueError(f"tail_exponent must be above 0, got {self.tail_exponent}")
 
     @property
     def mu(self) -> float:
@@ -100,11 +91,7 @@ class LengthLaw:
         p_ended = p / (1 - self.loop_probability) if self.loop_probability < 1 else math.inf
         if p_ended >= 1:
             return self.cap_tokens
-        if self.tail_exponent is not None and p_ended > TAIL_FROM:
-            log_length = self.mu + TAIL_Z * self.sigma
-            log_length -= math.log((1 - p_ended) / (1 - TAIL_FROM)) / self.tail_exponent
-        else:
-            log_length = self.mu + self.sigma * NORMAL.inv_cdf(p_ended) if p_ended > 0 else -math.inf
+        log_length = self.mu + self.sigma * NORMAL.inv_cdf(p_ended) if p_ended > 0 else -math.inf
         if log_length >= math.log(self.cap_tokens):
             return self.cap_tokens
         return max(self.min_tokens, int(math.exp(log_length)))
@@ -114,11 +101,7 @@ class LengthLaw:
         from scipy.special import ndtr
 
         # int() puts [x, x + 1) on x.
-        z = (np.log1p(lengths) - self.mu) / max(self.sigma, 1e-12)
-        ended = ndtr(z)
-        if self.tail_exponent is not None:
-            beyond = np.maximum(z - TAIL_Z, 0) * self.sigma
-            ended = np.where(z > TAIL_Z, 1 - (1 - TAIL_FROM) * np.exp(-self.tail_exponent * beyond), ended)
+        ended = ndtr((np.log1p(lengths) - self.mu) / max(self.sigma, 1e-12))
         below_cap = np.where(lengths < self.min_tokens, 0.0, (1 - self.loop_probability) * ended)
         return np.where(lengths >= self.cap_tokens, 1.0, below_cap)
 
@@ -171,8 +154,6 @@ class Generator:
         z_PS = math.sqrt(law.icc) * effects_P1 + math.sqrt(1 - law.icc) * noise_PS
         drift_P1 = law.drift_per_1k_prompts / 1000 * np.arange(first, first + _PROMPTS)[:, None]
         log_lengths_PS = law.mu + drift_P1 + law.sigma * z_PS
-        if law.tail_exponent is not None:
-            log_lengths_PS += _pareto_excess(z_PS, law.sigma, law.tail_exponent)
         lengths_PS = np.exp(np.minimum(log_lengths_PS, math.log(2 * law.cap_tokens))).astype(np.int64)
         lengths_PS = np.clip(lengths_PS, law.min_tokens, law.cap_tokens)
         loops_PS = self._rng(_LOOP, block, chunk, attempt).random((_PROMPTS, _SAMPLES)) < law.loop_probability
@@ -180,14 +161,3 @@ class Generator:
 
     def _rng(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *key])
-
-
-def _pareto_excess(z: Floats, sigma: float, exponent: float) -> Floats:
-    """Return what to add to log lengths ``sigma z`` so that those beyond the 90th percentile follow a Pareto law. Ranks
-    stay, so that siblings stay as alike as they were."""
-    excess = np.zeros_like(z)
-    beyond = z > TAIL_Z
-    tail_z = z[beyond]
-    survival = np.array([0.5 * math.erfc(v / math.sqrt(2)) for v in tail_z.tolist()])
-    excess[beyond] = -np.log(survival / (1 - TAIL_FROM)) / exponent - sigma * (tail_z - TAIL_Z)
-    return excess

@@ -21,7 +21,6 @@ _LABELS = {
     "icc": "share common to siblings (icc)",
     "loop_probability": "loops",
     "drift_per_1k_prompts": "drift over 1,000 prompts",
-    "tail_exponent": "exponent of the Pareto tail",
 }
 
 
@@ -51,7 +50,7 @@ def parameter_rows(fit: Fit) -> list[tuple[str, str, str]]:
     rows = []
     for key, label in _LABELS.items():
         value = getattr(fit.law, key)
-        if value is None or (key == "drift_per_1k_prompts" and value == 0):
+        if key == "drift_per_1k_prompts" and value == 0:
             continue
         error = fit.standard_errors.get(key)
         if key == "median_tokens":

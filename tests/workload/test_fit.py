@@ -8,7 +8,7 @@ import pytest
 from scipy.integrate import quad
 
 from rollover.errors import DataError
-from rollover.workload.fit import _Data, _log_likelihood, _Shape, fit, ks_distance
+from rollover.workload.fit import _Data, _log_likelihood, fit, ks_distance
 from rollover.workload.law import NORMAL, LengthLaw
 from rollover.workload.source import PRESETS
 from rollover.workload.trace import Trace, TracePrompt
@@ -90,21 +90,14 @@ def test_the_likelihood_is_the_integral_over_the_prompts_effect() -> None:
         num_prompts=len(prompts),
     )
     point = np.array([mu, math.log(sigma), math.log(icc / (1 - icc)), math.log(q / (1 - q))])
-    assert _log_likelihood(data, point, _Shape()) == pytest.approx(exact, abs=1e-6)
-
-
-def test_a_pareto_tail_is_found_where_there_is_one_and_only_there() -> None:
-    law = replace(PRESETS["light-8k"], tail_exponent=1.6, cap_tokens=32768)
-    found = fit(drawn(law, 500, seed=2))
-    assert found.law.tail_exponent == pytest.approx(1.6, abs=3.5 * found.standard_errors["tail_exponent"])
-    assert found.law.sigma == pytest.approx(law.sigma, abs=3.5 * found.standard_errors["sigma"])
+    assert _log_likelihood(data, point, drifts=False) == pytest.approx(exact, abs=1e-6)
 
 
 def test_drift_is_found_where_there_is_some_and_only_there() -> None:
     found = fit(drawn(replace(LAW, drift_per_1k_prompts=0.5, icc=0.1, cap_tokens=40000), 500, seed=2))
     assert found.law.drift_per_1k_prompts == pytest.approx(0.5, abs=3.5 * found.standard_errors["drift_per_1k_prompts"])
     still = fit(drawn(PRESETS["light-8k"], 300, seed=2))
-    assert (still.law.drift_per_1k_prompts, still.law.tail_exponent) == (0.0, None)
+    assert still.law.drift_per_1k_prompts == 0.0
 
 
 def test_the_distance_is_the_largest_gap_over_all_lengths() -> None:

@@ -41,7 +41,7 @@ def test_presets_have_the_statistics_of_an_independent_simulation(name: str) -> 
         assert below - error < p < reached + error
 
 
-@pytest.mark.parametrize("law", [*PRESETS.values(), replace(LAW, tail_exponent=1.6), replace(LAW, cap_tokens=900)])
+@pytest.mark.parametrize("law", [*PRESETS.values(), replace(LAW, cap_tokens=900)])
 def test_draws_have_the_closed_form_distribution(law: LengthLaw) -> None:
     sample = lengths_of(law.workload(3), 4000)
     assert abs(sample.mean() - law.mean_tokens) < 3.5 * standard_error(sample)
@@ -59,7 +59,6 @@ laws = st.builds(
     loop_probability=st.floats(0, 1),
     cap_tokens=st.integers(50, 40000),
     min_tokens=st.integers(1, 50),
-    tail_exponent=st.none() | st.floats(0.5, 4),
 )
 
 
@@ -80,16 +79,6 @@ def test_the_mean_is_the_sum_over_all_lengths(law: LengthLaw) -> None:
     assert law.truncated == pytest.approx(float(probabilities[-1]), abs=1e-12)
 
 
-def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> None:
-    bare = LengthLaw(median_tokens=1000, sigma=0.5, icc=0.5, loop_probability=0, cap_tokens=2**24)
-    law = replace(bare, tail_exponent=1.5)
-    assert law.quantile(0.9) == bare.quantile(0.9)
-    assert law.quantile(0.5) == bare.quantile(0.5)
-    x = np.array([law.quantile(0.95), 10.0 * law.quantile(0.95)])
-    shorter, longer = 1 - law.cdf(x)
-    assert shorter / longer == pytest.approx(10**1.5, rel=0.002)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -102,7 +91,6 @@ def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> N
         ({"cap_tokens": 2**62}, f"cap_tokens must be at most 16777216, got {2**62}"),
         ({"prompt_tokens": 2**24 + 1}, "prompt_tokens must be at most 16777216, got 16777217"),
         ({"min_tokens": 9000}, r"min_tokens \(9000\) must not be above cap_tokens \(8192\)"),
-        ({"tail_exponent": 0.0}, "tail_exponent must be above 0, got 0.0"),
         ({"drift_per_1k_prompts": 3.0}, r"drift_per_1k_prompts must be in \[-1, 1\], got 3.0"),
     ],
 )
@@ -170,11 +158,3 @@ def test_drift_lengthens_responses_by_its_rate() -> None:
     logs = np.log(lengths_of(replace(LONG, drift_per_1k_prompts=0.2).workload(2), 4000))
     still = np.log(lengths_of(LONG.workload(2), 4000))
     assert (logs - still)[3000].mean() == pytest.approx(0.6, abs=0.003)
-
-
-def test_a_pareto_tail_keeps_the_ranks_of_all_samples() -> None:
-    plain = lengths_of(LONG.workload(2), 500).ravel()
-    heavy = lengths_of(replace(LONG, tail_exponent=1.5).workload(2), 500).ravel()
-    by_plain = np.lexsort((heavy, plain))  # whole numbers tie in one of them and not in the other
-    assert np.all(np.diff(heavy[by_plain]) >= 0)
-    assert heavy.max() > 2 * plain.max()

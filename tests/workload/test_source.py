@@ -28,7 +28,7 @@ def test_names_are_presets_and_aliases() -> None:
 
 
 def test_a_law_comes_back_from_its_file() -> None:
-    law = replace(LAW, tail_exponent=1.75, drift_per_1k_prompts=0.01)
+    law = replace(LAW, drift_per_1k_prompts=0.01)
     Path("mine.toml").write_text(law_toml(law, ("fitted to something",)))
     assert read_lengths("mine.toml") == law
 

@@ -23,21 +23,6 @@ DOLLAR, RELATIVE = "USD", "L20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriceRange:
-    """A range of prices, because offers differ.
-
-    Example: offers from 1.9 to 3.5 dollars per hour are ``PriceRange(low=1.9, high=3.5)``; plans count with 1.9.
-    """
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high:
-            raise ValueError(f"low must be positive and at most high, got {self.low} and {self.high}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyEntry:
     """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default.
 
@@ -91,8 +76,8 @@ class DeviceEntry:
     """Memory that its driver reports, GiB: the advertised size less error correction and the driver's share."""
     link_gbps: float | None = None
     """Link inside a node, GB/s, both directions together."""
-    price_per_hour_usd: float | PriceRange | None = None
-    """Price per device in dollars; of a range, the low end counts."""
+    price_per_hour_usd: float | None = None
+    """Price per device in dollars."""
     relative_price: float | None = None
     """Relative price if no dollar price is known; NVIDIA L20 = 1."""
     source: str | None = None
@@ -107,7 +92,7 @@ class DeviceEntry:
     def __post_init__(self) -> None:
         for key in (*FIGURES, "relative_price", "price_per_hour_usd"):
             value = getattr(self, key)
-            if isinstance(value, float | int) and not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{key} must be above zero, got {value}")
         for name in self.unverified or ():
             if name not in FIGURES:
@@ -172,12 +157,9 @@ class Catalogue:
         )
 
 
-def low_price(entry: DeviceEntry, currency: str) -> float | None:
-    """Return the catalogue's price of a device in one of its currencies; of a range, the low end."""
-    if currency == RELATIVE:
-        return entry.relative_price
-    price = entry.price_per_hour_usd
-    return price.low if isinstance(price, PriceRange) else price
+def price_of(entry: DeviceEntry, currency: str) -> float | None:
+    """Return the catalogue's price of a device in one of its currencies."""
+    return entry.relative_price if currency == RELATIVE else entry.price_per_hour_usd
 
 
 def packaged() -> Catalogue:

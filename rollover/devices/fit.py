@@ -167,7 +167,8 @@ def _fitted(work: Work, device: Device, model: ModelShape, measured: Measurement
     names = _FITTED[work]
 
     def with_values(values: Iterable[float]) -> Device:
-        return replace(device, efficiency=replace(device.efficiency, **dict(zip(names, values, strict=True))))
+        found: dict[str, Any] = dict(zip(names, values, strict=True))
+        return replace(device, efficiency=replace(device.efficiency, **found))
 
     def errors(values: npt.NDArray[np.float64], /) -> list[float]:
         found = with_values(values.tolist())

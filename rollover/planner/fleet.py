@@ -175,8 +175,8 @@ class _Reader:
             return self.content.currency
         own = any(entry.price_per_hour is not None for entry in self.content.nodes)
         entries = [self.catalogue.find(entry.device) for entry in self.content.nodes]
-        relative = all(cat.low_price(e, cat.RELATIVE) for e in entries)
-        dollars = all(cat.low_price(e, cat.DOLLAR) for e in entries)
+        relative = all(cat.price_of(e, cat.RELATIVE) for e in entries)
+        dollars = all(cat.price_of(e, cat.DOLLAR) for e in entries)
         return cat.RELATIVE if relative and not dollars and not own else cat.DOLLAR
 
     def _devices(self, currency: str) -> list[Device]:
@@ -199,7 +199,7 @@ class _Reader:
             raise self._error(("nodes", index), message)
         price = entry.price_per_hour
         if price is None:
-            price = cat.low_price(self.catalogue.find(entry.device), currency)
+            price = cat.price_of(self.catalogue.find(entry.device), currency)
         if price is None and self.content.budget_per_hour is not None:
             message = (
                 f"price_per_hour of {entry.device!r} is not known in {currency}, but the budget needs it: "

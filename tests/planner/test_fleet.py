@@ -80,7 +80,7 @@ def test_units_become_bytes_flops_and_seconds() -> None:
     assert h100.link == Link(bytes_per_s=450e9, latency_s=1e-5), "one direction has half"
     assert h100.network == Link(bytes_per_s=50e9, latency_s=5e-6)
     assert h100.efficiency.step_s == 2e-3
-    assert (h100.price_per_hour, l40s.price_per_hour) == (2.69, 0.5), "the low end; the user's first"
+    assert (h100.price_per_hour, l40s.price_per_hour) == (2.69, 0.5), "the user's first"
     assert [*both.stock.values()] == [16, 12]
     assert [n.name for n in both.nodes] == ["h100-sxm-0", "h100-sxm-1", "l40s-0", "l40s-1", "l40s-2"]
     assert both.budget_per_hour == 90

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rollover.engine.servers.vllm.open import adapter_arguments
-from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import ConfigError, EngineError
 from rollover.types import AdapterShape
@@ -195,10 +194,3 @@ def test_vllm_makes_room_in_steps_and_no_further() -> None:
         assert arguments == ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", "1"]
     with pytest.raises(ConfigError, match=r"trainer.lora.rank 513: vLLM serves adapters up to rank 512"):
         adapter_arguments(AdapterShape(rank=513, targets=("q_proj",)))
-
-
-def test_a_base_tensor_beside_vllm_adapters_has_its_own_name() -> None:
-    """So its digest is compared with that of the model's folder."""
-    found = dict(held_tensors({"dp0:pp0:pcp0:tp1:model.layers.0.mlp.down_proj.base_layer.weight": "5ca1ab1e"}))
-    place = "dp0:pp0:pcp0:tp1", "model.layers.0.mlp.down_proj.weight"
-    assert found == {place: "5ca1ab1e"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,6 @@ class HostCalls:
             raise RankLost(f"the host of {self._name(rank)} failed during {doing}: {_last_line(cause)}") from error
         except self.ray.exceptions.RayError as error:
             raise RankLost(f"{self._name(rank)} was lost with its host during {doing}: {lost(error)}") from error
-
-    def ordered(self, doing: str, calls: Iterable[tuple[int, Any]], *, ahead: int) -> Iterator[Any]:
-        """Yield the answers to ``calls``, which are made at most ``ahead`` before they are needed."""
-        waiting: list[tuple[int, Any]] = []
-        for call in calls:
-            waiting.append(call)
-            if len(waiting) > ahead:
-                yield self.one(doing, *waiting.pop(0))
-        for call in waiting:
-            yield self.one(doing, *call)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {len(self.actors)}"

@@ -1,13 +1,12 @@
 """The host of a rank: an actor on a node of the cluster that starts the rank there and stands between it and the run.
 
-It is the same rank as on one machine, in a process of its own: the host passes on messages without reading them, lays
-down what is too large for one, and hands out the files that the rank writes. So it answers even while the rank
-computes, hangs or is stopped, and can say how it ended. It does not import PyTorch.
+It is the same rank as on one machine, in a process of its own: the host passes on messages without reading them, and
+lays down what is too large for one. So it answers even while the rank computes, hangs or is stopped, and can say how it
+ended. It does not import PyTorch.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -37,10 +36,8 @@ class HostFacts:
     node_id: str
     address: str
     """Address of the node."""
-    staging: Path
-    """The folder for all files stored on the node for this rank."""
     folder: Path
-    """The folder of the rank, in ``staging``."""
+    """The folder of the rank on the node."""
     port: int
     descriptor: int | None
     """The number of the socket that listens at ``port``; only of rank 0."""
@@ -84,7 +81,7 @@ class RankHost:
         """Make room for a rank among ``size``; listen for the others if it is the first.
 
         Args:
-            needed_bytes: what all ranks on the node lay down together, none of which has anything there yet.
+            needed_bytes: what is laid down for the rank at a time.
         """
         import ray
 
@@ -96,7 +93,6 @@ class RankHost:
         return HostFacts(
             node_id=self.node(),
             address=address,
-            staging=self._staging.path,
             folder=folder,
             port=0 if self._listener is None else self._listener.getsockname()[1],
             descriptor=None if self._listener is None else self._listener.fileno(),
@@ -117,11 +113,9 @@ class RankHost:
             self._connection.send_bytes(task)
         return self._popen.pid
 
-    def tell(self, message: bytes, folders: Sequence[Path], paths: Sequence[Path], *values: NDArray[np.uint8]) -> None:
-        """Send the rank a pickled command, once ``folders`` are there and ``values`` lie in the files ``paths``."""
+    def tell(self, message: bytes, paths: Sequence[Path], *values: NDArray[np.uint8]) -> None:
+        """Send the rank a pickled command, once ``values`` lie in the files ``paths``."""
         assert self._connection is not None, "the rank was not started"
-        for folder in folders:
-            folder.mkdir(parents=True)
         for path, value in zip(paths, values, strict=True):
             path.write_bytes(value.data)
         with suppress(OSError):
@@ -147,17 +141,6 @@ class RankHost:
         return HostReport(
             progress=int(self._progress[self._rank]), message=message, fate=fate, is_stopped=is_stopped(self._popen.pid)
         )
-
-    def written(self, folder: Path) -> dict[str, int]:
-        """List the files in a folder that the rank has written, with their sizes."""
-        return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-
-    def read(self, path: Path, offset: int, size: int) -> NDArray[np.uint8]:
-        """Return a part of a file; less than ``size`` bytes at its end."""
-        return np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
-
-    def discard(self, folder: Path) -> None:
-        shutil.rmtree(folder)
 
     def end(self) -> None:
         """Kill the rank, even if it is stopped, and delete all that was laid down for it."""

@@ -8,7 +8,6 @@ answers, never a table of the cluster.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,13 +45,8 @@ _ACTOR_S = 60.0
 """Maximum wait for an actor to start, which takes a few seconds."""
 _END_S = 15.0
 """Maximum wait for hosts to end their ranks; Ray ends the ranks of the others."""
-_PART_BYTES = 16 * 2**20
-"""Size of a part of a file that a rank has written; small, so that a small object store holds the parts in transit."""
-_AHEAD = 4
-"""Maximum number of parts in transit."""
-_SPARE_BYTES = 2**28
-_VALUES_OF_STATE = 5
-"""Float32 values per parameter that a rank writes: a checkpoint's weights and two moments, and up to two versions."""
+_BATCH_BYTES = 2**28
+"""Room for what a rank is sent."""
 
 
 def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
@@ -107,6 +101,8 @@ class RayLauncher:
     Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0",
     "cuda:0")`` on a cluster with GPUs: each rank sees its own alone.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -183,8 +179,6 @@ class ClusterRanks(LedRanks):
         self._group = group
         self._members = [_Hosted(rank) for rank in range(task.size)]
         self._progress = np.zeros(task.size, dtype=np.uint64)
-        self._num_folders = 0
-        self._folders: dict[str, dict[int, Path]] = {}
         self._told: list[tuple[int, Any]] = []
         """Commands that hosts have not confirmed yet."""
         self._calls = HostCalls(ray, [], timeout_s)
@@ -247,13 +241,10 @@ class ClusterRanks(LedRanks):
         asked = [(rank, actor.node.remote()) for rank, actor in enumerate(calls.actors)]
         nodes = calls.all(doing, asked, timeout_s=limit_s)
         order = beside_each_other(nodes, task.setup.config.context_parallel)
-        nodes = [nodes[i] for i in order]
         calls = self._calls = HostCalls(self._ray, [calls.actors[i] for i in order], self._timeout_s)
-        share = _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
-        on_node = Counter(nodes)
         preparing = [
-            (rank, actor.prepare.remote(needed_bytes=on_node[node] * share, size=task.size, listens=rank == 0))
-            for rank, (actor, node) in enumerate(zip(calls.actors, nodes, strict=True))
+            (rank, actor.prepare.remote(needed_bytes=_BATCH_BYTES, size=task.size, listens=rank == 0))
+            for rank, actor in enumerate(calls.actors)
         ]
         self._hosts: list[HostFacts] = calls.all(doing, preparing)
         for files in (SharedFiles.of(run), *map(SharedFiles.of_model, read)):
@@ -282,25 +273,17 @@ class ClusterRanks(LedRanks):
             member.pid = pid
 
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
-        self._folders, values = {}, {}
+        values, shared = {}, {}
         for name, value in arguments.items():
             if isinstance(value, ForRanks):
                 pickled = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
                 values[name] = self._ray.put(np.frombuffer(pickled, dtype=np.uint8))
             elif isinstance(value, FromRanks):
-                self._num_folders += 1
-                folders = {rank: h.staging / f"{name}-{self._num_folders}" for rank, h in enumerate(self._hosts)}
-                self._folders[name] = folders
+                shared[name] = value.folder.resolve()
         for rank, (actor, host) in enumerate(zip(self._calls.actors, self._hosts, strict=True)):
-            made = {name: folders[rank] for name, folders in self._folders.items()}
             paths = {name: host.folder / name for name in values}
-            message = pickle.dumps((command, {**arguments, **made, **paths}))
-            told = actor.tell.remote(message, [*made.values()], [*paths.values()], *values.values())
-            self._told.append((rank, told))
-
-    def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        for name, folders in self._folders.items():
-            brought(self._calls, folders, arguments[name].folder, doing)
+            message = pickle.dumps((command, {**arguments, **shared, **paths}))
+            self._told.append((rank, actor.tell.remote(message, [*paths.values()], *values.values())))
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
         self._confirm()
@@ -349,33 +332,6 @@ class ClusterRanks(LedRanks):
                 continue
 
 
-def brought(calls: HostCalls, folders: Mapping[int, Path], target: Path, doing: str) -> int:
-    """Bring the files in ``folders``, one of each rank, into the folder ``target`` here. Returns their bytes.
-
-    Raises ``RankLost`` naming the rank whose host does not answer.
-    """
-    asked = [(rank, calls.actors[rank].written.remote(folder)) for rank, folder in folders.items()]
-    listings = dict(zip(folders, calls.all(doing, asked), strict=True))
-    parts = [
-        (rank, name, offset)
-        for rank, listing in listings.items()
-        for name, size in listing.items()
-        for offset in range(0, max(size, 1), _PART_BYTES)
-    ]
-    actors = calls.actors
-    reading = ((rank, actors[rank].read.remote(folders[rank] / name, at, _PART_BYTES)) for rank, name, at in parts)
-    total = 0
-    for (_, name, offset), part in zip(parts, calls.ordered(doing, reading, ahead=_AHEAD), strict=True):
-        path = target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if offset else "wb") as file:
-            file.seek(offset)
-            file.write(part.data)
-        total += part.nbytes
-    calls.all(doing, [(rank, calls.actors[rank].discard.remote(folder)) for rank, folder in folders.items()])
-    return total
-
-
 def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
     """Return the order in which hosts become ranks 0, 1 and so on, so that as many groups of ``size`` successive ranks
     as possible are on one node each.
@@ -416,9 +372,3 @@ def described_ranks(hosts: Sequence[HostFacts], *, role: str) -> str:
         is_alone = addresses.count(address) == 1  # several nodes can be on one machine
         places.append(f"{name} on node {address if is_alone else f'{address} ({node[:8]})'}")
     return f"{role}: {'; '.join(places)}"
-
-
-def _num_values(model: Path) -> int:
-    from rollover.hf.weights import read_weight_infos
-
-    return sum(int(np.prod(info.shape)) for info in read_weight_infos(model).values())

@@ -8,6 +8,7 @@ and engines meanwhile continue with the weights of their version.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,7 +49,7 @@ class FleetTrainer:
     Args:
         model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
         resume_from: a checkpoint to continue from, written by any number of devices.
-        fallback: a folder for exchanging values when shared memory is too small for them.
+        fallback: a folder for exchanging values when shared memory is too small for them, or ranks are elsewhere.
         logs: the folder for the output of each rank.
         launcher: starts the ranks; without it, they are processes of this machine.
         notify: tells the user that ranks were lost and restarted.
@@ -96,7 +97,8 @@ class FleetTrainer:
             )
         # Two versions of the weights in float32, a third that is being written, and a batch.
         num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
-        self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback)
+        needed = math.inf if self._launcher.is_remote else 3 * 4 * num_values + 2**28
+        self._staging = Staging(needed, fallback=fallback)
         self._ranks: LedRanks | None = None
         try:
             facts = self._surely(lambda ranks: ranks.facts)

@@ -60,8 +60,7 @@ class ForRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """A folder of this machine that contains the files written by ranks once they have answered. Each rank is given the
-    path of a folder on its own machine.
+    """A folder that contains the files written by ranks once they have answered: their machines see it too.
 
     Example: ``ranks.ask("the publication of version 7", "publish", folder=FromRanks(folder))``
     """
@@ -106,6 +105,11 @@ class RankLauncher(Protocol):
     @property
     def num_threads(self) -> int:
         """Return the CPU threads of each rank."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether ranks are on other machines, which share disks with this one but no memory."""
         ...
 
     def launch(self, task: RankTask) -> LedRanks:
@@ -161,10 +165,6 @@ class LedRanks(ABC):
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
         """Collect the answers that have arrived, after a short wait for the first. Returns whether there were any."""
 
-    @abstractmethod
-    def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        """Bring the files that ranks have written to this machine."""
-
     @property
     def size(self) -> int:
         """Return the number of ranks."""
@@ -183,9 +183,7 @@ class LedRanks(ABC):
             for member in self.members:
                 member.answer = None
             self._tell(command, arguments)
-            results = self._answers(doing)
-            self._bring(doing, arguments)
-            return results
+            return self._answers(doing)
         except BaseException:
             self.end()
             raise

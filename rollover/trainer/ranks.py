@@ -56,6 +56,8 @@ class LocalLauncher:
     there are GPUs.
     """
 
+    is_remote = False
+
     def __init__(self, config: TrainerConfig | SFTConfig, *, timeout_s: float, logs: Path | None = None) -> None:
         self.devices = rank_devices(config)
         self.num_threads = max(1, torch.get_num_threads() // len(self.devices))
@@ -133,9 +135,6 @@ class Ranks(LedRanks):
                 return value.folder
             case _:
                 return value
-
-    def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        pass  # the files are already on this machine
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
         connections = {process.connection: process for process in self._processes if process in waiting}

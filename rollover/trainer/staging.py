@@ -1,9 +1,9 @@
 """The ranks of a trainer and the process of the run exchange large values here, in memory that they share.
 
-Each trainer has a folder of its own, which only its user can enter. It is in ``/dev/shm`` if there is room, else below
-the run. Its process holds a lock on it (flock), which ends with the process, however that ends; the next trainer
-deletes folders that no process holds. Process numbers would not do: containers that share ``/dev/shm`` do not see each
-other's.
+Each trainer has a folder of its own, which only its user can enter. It is in ``/dev/shm`` if there is room and the
+ranks are on this machine, else below the run. Its process holds a lock on it (flock), which ends with the process,
+however that ends; the next trainer deletes folders that no process holds. Process numbers would not do: containers that
+share ``/dev/shm`` do not see each other's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Staging:
     """A folder for large values, and for the newest versions of the weights.
 
     Args:
-        needed_bytes: the most that will be there at a time.
+        needed_bytes: the most that will be there at a time; infinite if it must be on disk.
         fallback: a place on disk, in case shared memory is too small.
 
     Example: ``Staging(2**30, fallback=run / "staging").publication(7, write)`` is a folder into which ``write`` has put
     weights of version 7.
     """
 
-    def __init__(self, needed_bytes: int, *, fallback: Path) -> None:
+    def __init__(self, needed_bytes: float, *, fallback: Path) -> None:
         root = _SHARED_MEMORY
         if not root.is_dir() or not os.access(root, os.W_OK) or shutil.disk_usage(root).free < needed_bytes:
             root = fallback

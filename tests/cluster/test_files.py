@@ -1,4 +1,4 @@
-"""What travels between the machine of a run and the nodes, and how two machines tell that they have the same files."""
+"""Answers of hosts and their errors, where ranks go, and how two machines tell that they see the same files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollover.cluster.config import ClusterConfig
 from rollover.cluster.files import SharedFiles, listed, sampled_digest
 from rollover.cluster.host import HostFacts, RankHost
 from rollover.cluster.nodes import ClusterNode
-from rollover.cluster.ranks import beside_each_other, brought, described_ranks, rank_demand
+from rollover.cluster.ranks import beside_each_other, described_ranks, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
@@ -64,14 +64,10 @@ class GetTimeoutError(RayError):
 
 
 class HereRay:
-    """Stands in for Ray: its object store is this process's memory."""
+    """Stands in for Ray: whatever was asked is answered by then."""
 
     class exceptions:
         pass
-
-    @staticmethod
-    def put(value: Any) -> Any:
-        return value
 
     @staticmethod
     def get(answer: Any, timeout: float) -> Any:
@@ -95,10 +91,6 @@ def write_all(folder: Path, contents: dict[str, bytes]) -> Path:
     return folder
 
 
-def contents_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 CONTENTS = {
     "config.json": b"{}",
     "model.safetensors": bytes(range(256)) * 5,
@@ -118,18 +110,6 @@ def test_a_node_with_other_files_at_the_path_is_named(tmp_path: Path) -> None:
     assert lock.are_here() and f"the files of {tmp_path} (lock):" in str(lock.refusal("10.0.0.3", "share it"))
 
 
-def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_PART_BYTES", 100)
-    first, second = write_all(tmp_path / "0", CONTENTS), write_all(tmp_path / "1", {"trainer/two": b"2" * 250})
-    (tmp_path / "here").mkdir()
-    num_bytes = brought(calls(RankHost(), RankHost()), {0: first, 1: second}, tmp_path / "here", "the checkpoint")
-    assert contents_of(tmp_path / "here") == CONTENTS | {"trainer/two": b"2" * 250}
-    assert num_bytes == sum(map(len, CONTENTS.values())) + 250
-    assert not first.exists() and not second.exists()
-
-
 @pytest.mark.parametrize(("nodes", "size", "num_split"), [("abababab", 4, 0), ("abbbabba", 2, 1), ("aabbbccc", 4, 2)])
 def test_ranks_that_share_rows_are_on_one_node_wherever_there_are_enough(nodes: str, size: int, num_split: int) -> None:
     order = beside_each_other(nodes, size)
@@ -141,7 +121,7 @@ def test_ranks_that_share_rows_are_on_one_node_wherever_there_are_enough(nodes: 
 
 def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
     def at(node: str, address: str) -> HostFacts:
-        return HostFacts(node_id=node, address=address, staging=HERE, folder=HERE, port=0, descriptor=None)
+        return HostFacts(node_id=node, address=address, folder=HERE, port=0, descriptor=None)
 
     hosts = [at("a" * 20, "10.0.0.1"), at("a" * 20, "10.0.0.1"), at("b" * 20, "10.0.0.1"), at("c" * 20, "10.0.0.2")]
     assert described_ranks(hosts, role="trainer") == (

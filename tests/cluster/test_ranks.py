@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.cluster import files
-from rollover.cluster import ranks as cluster_ranks
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.nodes import NotPlaced
 from rollover.cluster.ranks import RayLauncher
@@ -94,7 +93,6 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
         with fleet(folder, tmp_path, None, []) as local:
             trained = [local.step(batch).metrics for batch in BATCHES]
             expected, logits = published(local), local.next_logits(PROMPTS)
-    monkeypatch.setattr(cluster_ranks, "_PART_BYTES", 10_000)
     told: list[str] = []
     nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
     settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))

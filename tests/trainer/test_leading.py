@@ -72,9 +72,6 @@ class Scripted(LedRanks):
                 self._own[rank].answer = what
         return bool(arrived)
 
-    def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        pass
-
 
 def raised(monkeypatch: pytest.MonkeyPatch, *script: Mapping[int, Any]) -> Exception:
     ranks = Scripted(3, script)

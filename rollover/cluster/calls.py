@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.errors import ResourceError, is_full
 from rollover.trainer.leading import RankLost
 
 
@@ -29,8 +28,7 @@ class HostCalls:
     def all(self, doing: str, calls: Iterable[tuple[int, Any]], *, timeout_s: float | None = None) -> list[Any]:
         """Return the answers to ``calls`` that were made, each with the rank whose host was called.
 
-        Raises ``RankLost`` naming the first that does not answer in time or was lost, ``ResourceError`` when a disk
-        there is full.
+        Raises ``RankLost`` naming the first that does not answer in time or was lost.
         """
         return [self.one(doing, rank, answer, timeout_s=timeout_s) for rank, answer in calls]
 
@@ -44,10 +42,6 @@ class HostCalls:
             raise RankLost(message) from error
         except self.ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            if is_full(cause):
-                raise ResourceError(
-                    f"the disk of the node of {self._name(rank)} is full during {doing}: free its temporary folder"
-                ) from error
             raise RankLost(f"the host of {self._name(rank)} failed during {doing}: {_last_line(cause)}") from error
         except self.ray.exceptions.RayError as error:
             raise RankLost(f"{self._name(rank)} was lost with its host during {doing}: {lost(error)}") from error

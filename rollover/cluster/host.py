@@ -1,8 +1,7 @@
 """The host of a rank: an actor on a node of the cluster that starts the rank there and stands between it and the run.
 
-It is the same rank as on one machine, in a process of its own: the host passes on messages without reading them, and
-lays down what is too large for one. So it answers even while the rank computes, hangs or is stopped, and can say how it
-ended. It does not import PyTorch.
+It is the same rank as on one machine, in a process of its own, and the host passes on messages without reading them. So
+it answers even while the rank computes, hangs or is stopped, and can say how it ended. It does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -77,16 +76,12 @@ class RankHost:
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
-    def prepare(self, *, needed_bytes: int, size: int, listens: bool) -> HostFacts:
-        """Make room for a rank among ``size``; listen for the others if it is the first.
-
-        Args:
-            needed_bytes: what is laid down for the rank at a time.
-        """
+    def prepare(self, *, size: int, listens: bool) -> HostFacts:
+        """Make room for a rank among ``size``; listen for the others if it is the first."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        self._staging = Staging(needed_bytes, fallback=Path(tempfile.gettempdir()))
+        self._staging = Staging(0, fallback=Path(tempfile.gettempdir()))
         folder = self._staging.meeting()
         self._progress = np.memmap(folder / PROGRESS, dtype=np.uint64, mode="w+", shape=(size,))
         self._listener = listening(address) if listens else None
@@ -113,11 +108,9 @@ class RankHost:
             self._connection.send_bytes(task)
         return self._popen.pid
 
-    def tell(self, message: bytes, paths: Sequence[Path], *values: NDArray[np.uint8]) -> None:
-        """Send the rank a pickled command, once ``values`` lie in the files ``paths``."""
+    def tell(self, message: bytes) -> None:
+        """Send the rank a pickled command."""
         assert self._connection is not None, "the rank was not started"
-        for path, value in zip(paths, values, strict=True):
-            path.write_bytes(value.data)
         with suppress(OSError):
             self._connection.send_bytes(message)
 

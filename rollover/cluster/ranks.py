@@ -8,7 +8,8 @@ answers, never a table of the cluster.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from rollover.cluster.nodes import (
 )
 from rollover.errors import ConfigError
 from rollover.trainer.config import SFTConfig, TrainerConfig
-from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
+from rollover.trainer.leading import LedRanks, RankProcess
 from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
 
 _REPORT_S = 1.0
@@ -45,8 +46,6 @@ _ACTOR_S = 60.0
 """Maximum wait for an actor to start, which takes a few seconds."""
 _END_S = 15.0
 """Maximum wait for hosts to end their ranks; Ray ends the ranks of the others."""
-_BATCH_BYTES = 2**28
-"""Room for what a rank is sent."""
 
 
 def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
@@ -174,13 +173,11 @@ class ClusterRanks(LedRanks):
     def __init__(
         self, ray: Any, group: Any, demand: NodeDemand, task: RankTask, *, run: Path, timeout_s: float
     ) -> None:
-        super().__init__(timeout_s=timeout_s)
+        super().__init__(task.folder, timeout_s=timeout_s)
         self._ray = ray
         self._group = group
         self._members = [_Hosted(rank) for rank in range(task.size)]
         self._progress = np.zeros(task.size, dtype=np.uint64)
-        self._told: list[tuple[int, Any]] = []
-        """Commands that hosts have not confirmed yet."""
         self._calls = HostCalls(ray, [], timeout_s)
         try:
             self._calls = HostCalls(ray, [self._actor(demand, rank) for rank in range(task.size)], timeout_s)
@@ -220,6 +217,7 @@ class ClusterRanks(LedRanks):
                 self._ray.kill(actor, no_restart=True)
         with suppress(self._ray.exceptions.RayError):
             remove(self._group)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _actor(self, demand: NodeDemand, rank: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -243,8 +241,7 @@ class ClusterRanks(LedRanks):
         order = beside_each_other(nodes, task.setup.config.context_parallel)
         calls = self._calls = HostCalls(self._ray, [calls.actors[i] for i in order], self._timeout_s)
         preparing = [
-            (rank, actor.prepare.remote(needed_bytes=_BATCH_BYTES, size=task.size, listens=rank == 0))
-            for rank, actor in enumerate(calls.actors)
+            (rank, actor.prepare.remote(size=task.size, listens=rank == 0)) for rank, actor in enumerate(calls.actors)
         ]
         self._hosts: list[HostFacts] = calls.all(doing, preparing)
         for files in (SharedFiles.of(run), *map(SharedFiles.of_model, read)):
@@ -272,21 +269,11 @@ class ClusterRanks(LedRanks):
         for member, pid in zip(self._members, calls.all(doing, starting), strict=True):
             member.pid = pid
 
-    def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
-        values, shared = {}, {}
-        for name, value in arguments.items():
-            if isinstance(value, ForRanks):
-                pickled = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
-                values[name] = self._ray.put(np.frombuffer(pickled, dtype=np.uint8))
-            elif isinstance(value, FromRanks):
-                shared[name] = value.folder.resolve()
-        for rank, (actor, host) in enumerate(zip(self._calls.actors, self._hosts, strict=True)):
-            paths = {name: host.folder / name for name in values}
-            message = pickle.dumps((command, {**arguments, **shared, **paths}))
-            self._told.append((rank, actor.tell.remote(message, [*paths.values()], *values.values())))
+    def _tell(self, message: bytes) -> None:
+        for actor in self._calls.actors:
+            actor.tell.remote(message)  # if it is lost, its report says so
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
-        self._confirm()
         asked = {}
         counts = self._progress.tolist()
         for member in self._members:
@@ -315,21 +302,6 @@ class ClusterRanks(LedRanks):
             member.answer = pickle.loads(found.message)
         elif found.fate is not None:
             member.is_gone, member.ending = True, found.fate
-
-    def _confirm(self) -> None:
-        """Raise for a host that could not pass on the last command. That one was lost is found out by its report."""
-        told = {answer: rank for rank, answer in self._told}
-        if not told:
-            return
-        ready, rest = self._ray.wait([*told], num_returns=len(told), timeout=0)
-        self._told = [(told[answer], answer) for answer in rest]
-        for answer in ready:
-            try:
-                self._ray.get(answer, timeout=self._timeout_s)
-            except self._ray.exceptions.RayTaskError:
-                self._calls.one("a command", told[answer], answer)
-            except self._ray.exceptions.RayError:
-                continue
 
 
 def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:

@@ -8,7 +8,6 @@ and engines meanwhile continue with the weights of their version.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.fleet_sending import FleetSender
-from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
+from rollover.trainer.leading import ForRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
 from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import TrainingSetup
@@ -97,8 +96,7 @@ class FleetTrainer:
             )
         # Two versions of the weights in float32, a third that is being written, and a batch.
         num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
-        needed = math.inf if self._launcher.is_remote else 3 * 4 * num_values + 2**28
-        self._staging = Staging(needed, fallback=fallback)
+        self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback, on_disk=self._launcher.is_remote)
         self._ranks: LedRanks | None = None
         try:
             facts = self._surely(lambda ranks: ranks.facts)
@@ -140,9 +138,7 @@ class FleetTrainer:
 
         def publish(ranks: LedRanks) -> Path:
             doing = f"the publication of version {self._version}"
-            return self._staging.publication(
-                self._version, lambda folder: ranks.ask(doing, "publish", folder=FromRanks(folder))
-            )
+            return self._staging.publication(self._version, lambda folder: ranks.ask(doing, "publish", folder=folder))
 
         with self._turn:
             folder = self._surely(publish)
@@ -183,7 +179,7 @@ class FleetTrainer:
         def compute(ranks: LedRanks) -> NDArray[np.float32]:
             folder = self._staging.path
             asked = ForRanks([tuple(ids) for ids in prompts])
-            ranks.ask("the log-prob check", "logits", prompts=asked, folder=FromRanks(folder))
+            ranks.ask("the log-prob check", "logits", prompts=asked, folder=folder)
             logits_PV: NDArray[np.float32] = np.load(folder / LOGITS)
             return logits_PV
 
@@ -198,7 +194,7 @@ class FleetTrainer:
 
         def save(ranks: LedRanks) -> None:
             def write(partial: Path) -> None:
-                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=FromRanks(partial))
+                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=partial)
                 if self._config.lora is None:
                     write_index(partial)
                 write_manifest(partial, manifest, {name: value for own in sums for name, value in own.items()})

@@ -9,9 +9,10 @@ A ``RankLauncher`` starts the ranks: as processes of this machine (``ranks``) or
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from rollover import errors
 from rollover.errors import ResourceError, RolloverError
 from rollover.trainer.messages import Done, Failed, RankTask
+from rollover.trainer.staging import lay_down
 
 _COLLECTIVE_MARGIN = 2.0
 """Collectives in a rank wait this many times longer than the process of the run, which can name the rank that they wait
@@ -56,16 +58,6 @@ class ForRanks:
     """
 
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class FromRanks:
-    """A folder that contains the files written by ranks once they have answered: their machines see it too.
-
-    Example: ``ranks.ask("the publication of version 7", "publish", folder=FromRanks(folder))``
-    """
-
-    folder: Path
 
 
 class RankProcess(Protocol):
@@ -132,7 +124,9 @@ class LedRanks(ABC):
     facts: dict[str, Any]
     """Facts about the trainer that rank 0 reports when it has loaded it."""
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+        self._folder = folder
+        """What is too large for a message lies here; the machines of all ranks see it."""
         self._timeout_s = timeout_s
         self._failures: list[int] = []
         """The ranks that have failed in the present command, in the order in which this became known here, since the
@@ -158,8 +152,8 @@ class LedRanks(ABC):
         """Kill all ranks. Does nothing when called again."""
 
     @abstractmethod
-    def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
-        """Send a command to all ranks, along with the values in its arguments."""
+    def _tell(self, message: bytes) -> None:
+        """Send a pickled command to all ranks."""
 
     @abstractmethod
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
@@ -182,11 +176,21 @@ class LedRanks(ABC):
             self._failures = []
             for member in self.members:
                 member.answer = None
-            self._tell(command, arguments)
+            own = {name: self._passed_on(name, value) for name, value in arguments.items()}
+            self._tell(pickle.dumps((command, own)))
             return self._answers(doing)
         except BaseException:
             self.end()
             raise
+
+    def _passed_on(self, name: str, value: Any) -> Any:
+        match value:
+            case ForRanks():
+                return lay_down(self._folder / name, value.value).resolve()
+            case Path():
+                return value.resolve()  # on other machines, ranks have other working directories
+            case _:
+                return value
 
     def _answers(self, doing: str) -> list[Any]:
         seen, active_s = self.progress.copy(), time.monotonic()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +19,9 @@ from numpy.typing import NDArray
 
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.devices import rank_devices
-from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLost, RankProcess
+from rollover.trainer.leading import LedRanks, RankLost, RankProcess
 from rollover.trainer.messages import Done, Failed, RankTask
 from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, start_rank
-from rollover.trainer.staging import lay_down
 
 
 @dataclass(slots=True)
@@ -84,8 +82,7 @@ class Ranks(LedRanks):
     """
 
     def __init__(self, task: RankTask, devices: Sequence[str], *, timeout_s: float, logs: Path | None = None) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self._folder = task.folder
+        super().__init__(task.folder, timeout_s=timeout_s)
         self._progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="w+", shape=(len(devices),))
         self._processes: list[_Process] = []
         try:
@@ -121,20 +118,10 @@ class Ranks(LedRanks):
                 process.popen.wait(END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
-        own = {name: self._here(name, value) for name, value in arguments.items()}
+    def _tell(self, message: bytes) -> None:
         for process in self._processes:
             with suppress(OSError):  # it has died, which is noticed when its answer is awaited
-                process.connection.send((command, own))
-
-    def _here(self, name: str, value: Any) -> Any:
-        match value:
-            case ForRanks():
-                return lay_down(self._folder / name, value.value)
-            case FromRanks():
-                return value.folder
-            case _:
-                return value
+                process.connection.send_bytes(message)
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
         connections = {process.connection: process for process in self._processes if process in waiting}

@@ -23,7 +23,7 @@ from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig, is_sharded
 from rollover.trainer.context import open_context
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.leading import ForRanks, FromRanks, RankLauncher, RankLost, collective_timeout_s
+from rollover.trainer.leading import ForRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.messages import RankTask
 from rollover.trainer.minibatch import rows_of_rank
@@ -223,9 +223,6 @@ def _take(source: Iterator[Example], config: SFTConfig, step: int) -> list[Train
     ]
 
 
-_BATCH_BYTES = 2**28
-
-
 class SFTRanks:
     """Leads the ranks of a warm-up on several devices, with the interface of ``SFTTrainer``. A warm-up that loses a
     rank begins again: it has no checkpoints.
@@ -241,7 +238,7 @@ class SFTRanks:
     def __init__(
         self, setup: SFTSetup, folder: Path, launcher: RankLauncher, *, timeout_s: float, fallback: Path
     ) -> None:
-        self._staging = Staging(_BATCH_BYTES, fallback=fallback)
+        self._staging = Staging(2**28, fallback=fallback, on_disk=launcher.is_remote)
         try:
             task = RankTask(
                 rank=0,
@@ -267,7 +264,7 @@ class SFTRanks:
 
     def save(self, folder: Path) -> None:
         """Let each rank write its part of the model."""
-        self._ranks.ask("writing the model", "save", folder=FromRanks(folder))
+        self._ranks.ask("writing the model", "save", folder=folder)
         write_index(folder)
 
     def close(self) -> None:

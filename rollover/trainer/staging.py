@@ -28,16 +28,18 @@ class Staging:
     """A folder for large values, and for the newest versions of the weights.
 
     Args:
-        needed_bytes: the most that will be there at a time; infinite if it must be on disk.
+        needed_bytes: the most that will be there at a time.
         fallback: a place on disk, in case shared memory is too small.
+        on_disk: use it in any case.
 
     Example: ``Staging(2**30, fallback=run / "staging").publication(7, write)`` is a folder into which ``write`` has put
     weights of version 7.
     """
 
-    def __init__(self, needed_bytes: float, *, fallback: Path) -> None:
+    def __init__(self, needed_bytes: int, *, fallback: Path, on_disk: bool = False) -> None:
         root = _SHARED_MEMORY
-        if not root.is_dir() or not os.access(root, os.W_OK) or shutil.disk_usage(root).free < needed_bytes:
+        is_usable = root.is_dir() and os.access(root, os.W_OK) and shutil.disk_usage(root).free >= needed_bytes
+        if on_disk or not is_usable:
             root = fallback
             root.mkdir(parents=True, exist_ok=True)
         clear_left_behind(root)

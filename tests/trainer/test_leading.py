@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ class Scripted(LedRanks):
     """Ranks from which comes what ``script`` says, a second after the other; then nothing."""
 
     def __init__(self, size: int, script: Sequence[Mapping[int, Any]]) -> None:
-        super().__init__(timeout_s=60.0)
+        super().__init__(Path("ranks"), timeout_s=60.0)
         self.now_s = 0.0
         self._own = [Member(rank) for rank in range(size)]
         self._script = [*script]
@@ -58,7 +59,7 @@ class Scripted(LedRanks):
     def end(self) -> None:
         self.is_ended = True
 
-    def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
+    def _tell(self, message: bytes) -> None:
         pass
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:

@@ -365,7 +365,6 @@ def _with_interval(config: VLLMConfig, interval: int) -> VLLMConfig:
 
 def update_calls(server: ScriptedVLLM) -> list[str]:
     wanted = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info", "/resume")
-    wanted += ("/weight_checker",)
     return [path for _, path, _, _ in server.log if path in wanted]
 
 
@@ -379,7 +378,6 @@ async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path,
             "/collective_rpc",
             "/reset_prefix_cache",
             "/update_weight_version",
-            "/weight_checker",
             "/weight_info",
             "/resume",
         ]

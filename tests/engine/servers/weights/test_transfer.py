@@ -85,7 +85,6 @@ async def test_vllm_gets_all_weights_and_the_version_at_the_end(
         "/shutdown_weight_transfer_engine",
         "/reset_prefix_cache",
         "/update_weight_version",
-        "/weight_checker",
         "/resume",
     ]
     assert ("POST", "/finish_weight_update", {}, {"weight_version": label(1)}) in server.log

@@ -1,53 +1,33 @@
-"""Calls of the actors on a cluster, each with a deadline that names whom it waited for."""
+"""Answers of the hosts of ranks: each has a deadline, and an error names the rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from rollover.trainer.leading import RankLost
 
 
-@dataclass(frozen=True, slots=True)
-class HostCalls:
-    """Calls the hosts of ranks.
+def answers(ray: Any, asked: Sequence[Any], *, timeout_s: float) -> list[Any]:
+    """Return what the hosts answer that were asked at the start, each within ``timeout_s``.
 
-    Args:
-        ray: the module.
-        actors: of each rank.
-        timeout_s: how long each answer is waited for.
+    Raises ``RankLost`` naming the first rank whose host does not answer in time, fails or was lost.
 
-    Example: ``HostCalls(ray, actors, 600.0).all("loading", [(actor.end, ()) for actor in actors])``
+    Example: ``answers(ray, [actor.node.remote() for actor in actors], timeout_s=600.0)`` is the node of each rank.
     """
+    return [_answer(ray, each, f"rank {rank} of {len(asked)}", timeout_s) for rank, each in enumerate(asked)]
 
-    ray: Any
-    actors: Sequence[Any]
-    timeout_s: float
 
-    def all(self, doing: str, calls: Iterable[tuple[int, Any]], *, timeout_s: float | None = None) -> list[Any]:
-        """Return the answers to ``calls`` that were made, each with the rank whose host was called.
-
-        Raises ``RankLost`` naming the first that does not answer in time or was lost.
-        """
-        return [self.one(doing, rank, answer, timeout_s=timeout_s) for rank, answer in calls]
-
-    def one(self, doing: str, rank: int, answer: Any, *, timeout_s: float | None = None) -> Any:
-        """Return one answer. Raises as ``all`` does."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            return self.ray.get(answer, timeout=limit_s)
-        except self.ray.exceptions.GetTimeoutError as error:
-            message = f"the host of {self._name(rank)} did not answer within {limit_s:g} s during {doing}"
-            raise RankLost(message) from error
-        except self.ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            raise RankLost(f"the host of {self._name(rank)} failed during {doing}: {_last_line(cause)}") from error
-        except self.ray.exceptions.RayError as error:
-            raise RankLost(f"{self._name(rank)} was lost with its host during {doing}: {lost(error)}") from error
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} of {len(self.actors)}"
+def _answer(ray: Any, asked: Any, name: str, timeout_s: float) -> Any:
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RankLost(f"the host of {name} did not answer within {timeout_s:g} s at the start") from error
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        raise RankLost(f"the host of {name} failed at the start: {_last_line(cause)}") from error
+    except ray.exceptions.RayError as error:
+        raise RankLost(f"{name} was lost with its host at the start: {lost(error)}") from error
 
 
 _SIGNS = {

@@ -5,7 +5,6 @@ That a node is there is what it answers itself; the tables of the cluster are as
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +42,6 @@ class ClusterNode:
     address: str
     """IP address."""
     resources: Mapping[str, float]
-
-    def room(self, bundle: Mapping[str, float]) -> int:
-        """Return how many times ``bundle`` fits on the node when nothing else runs there.
-
-        Example: with 16 CPUs and 8 GPUs, ``{"GPU": 1, "CPU": 4}`` fits 4 times.
-        """
-        return min((_times(self.resources.get(name, 0.0), need) for name, need in bundle.items()), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +91,9 @@ def check_placeable(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> None:
 
 
 def room_for(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> int:
-    """Return how many bundles the nodes could take with nothing else on them."""
-    return sum(node.room(demand.bundle) for node in nodes)
+    """Return how many of the bundles the nodes could take with nothing else on them."""
+    each = Wanted(name=demand.what, resources=demand.bundle)
+    return demand.count - len(unplaced([each] * demand.count, [node.resources for node in nodes]))
 
 
 def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) -> None:
@@ -179,10 +172,6 @@ def described(nodes: Sequence[ClusterNode]) -> str:
 def _own(node: Resources) -> Resources:
     """Return what a node has of its own, without what Ray gives every node."""
     return {key: amount for key, amount in node.items() if not key.startswith(_UNNAMED)}
-
-
-def _times(have: float, need: float) -> int:
-    return math.floor(have / need + 1e-9)
 
 
 # -- fitting: pure arithmetic ---------------------------------------------------------------------------------

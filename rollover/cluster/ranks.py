@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from rollover.cluster.calls import HostCalls, lost
+from rollover.cluster.calls import answers, lost
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.files import SharedFiles
@@ -178,9 +178,9 @@ class ClusterRanks(LedRanks):
         self._group = group
         self._members = [_Hosted(rank) for rank in range(task.size)]
         self._progress = np.zeros(task.size, dtype=np.uint64)
-        self._calls = HostCalls(ray, [], timeout_s)
+        self._actors: list[Any] = []
         try:
-            self._calls = HostCalls(ray, [self._actor(demand, rank) for rank in range(task.size)], timeout_s)
+            self._actors = [self._actor(demand, rank) for rank in range(task.size)]
             self._start(task, run)
             self.facts = self._answers("loading")[0]
         except BaseException:
@@ -207,12 +207,11 @@ class ClusterRanks(LedRanks):
         members, self._members = self._members, []
         if not members:
             return
-        actors = self._calls.actors
         with suppress(self._ray.exceptions.RayError):
-            ending = [actor.end.remote() for actor in actors]
+            ending = [actor.end.remote() for actor in self._actors]
             if ending:
                 self._ray.wait(ending, num_returns=len(ending), timeout=_END_S)
-        for actor in actors:
+        for actor in self._actors:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor, no_restart=True)
         with suppress(self._ray.exceptions.RayError):
@@ -233,19 +232,15 @@ class ClusterRanks(LedRanks):
 
     def _start(self, task: RankTask, run: Path) -> None:
         """Start the ranks, once their nodes are known to see what they read."""
-        calls, doing = self._calls, "starting"
         read = [folder.resolve() for folder in (task.model, task.resume_from) if folder is not None]
         limit_s = max(_ACTOR_S, self._timeout_s)
-        asked = [(rank, actor.node.remote()) for rank, actor in enumerate(calls.actors)]
-        nodes = calls.all(doing, asked, timeout_s=limit_s)
+        nodes = answers(self._ray, [actor.node.remote() for actor in self._actors], timeout_s=limit_s)
         order = beside_each_other(nodes, task.setup.config.context_parallel)
-        calls = self._calls = HostCalls(self._ray, [calls.actors[i] for i in order], self._timeout_s)
-        preparing = [
-            (rank, actor.prepare.remote(size=task.size, listens=rank == 0)) for rank, actor in enumerate(calls.actors)
-        ]
-        self._hosts: list[HostFacts] = calls.all(doing, preparing)
+        actors = self._actors = [self._actors[i] for i in order]
+        preparing = [actor.prepare.remote(size=task.size, listens=rank == 0) for rank, actor in enumerate(actors)]
+        self._hosts: list[HostFacts] = answers(self._ray, preparing, timeout_s=self._timeout_s)
         for files in (SharedFiles.of(run), *map(SharedFiles.of_model, read)):
-            seen = calls.all(doing, [(rank, actor.sees.remote(files)) for rank, actor in enumerate(calls.actors)])
+            seen = answers(self._ray, [actor.sees.remote(files) for actor in actors], timeout_s=self._timeout_s)
             for host, sees in zip(self._hosts, seen, strict=True):
                 if not sees:
                     raise files.refusal(
@@ -253,7 +248,7 @@ class ClusterRanks(LedRanks):
                     )
         self.whereabouts = described_ranks(self._hosts, role=task.setup.config.role)
         starting = []
-        for rank, (actor, host) in enumerate(zip(calls.actors, self._hosts, strict=True)):
+        for rank, (actor, host) in enumerate(zip(actors, self._hosts, strict=True)):
             first = self._hosts[0]
             own = replace(
                 task,
@@ -265,12 +260,12 @@ class ClusterRanks(LedRanks):
                     host=first.address, port=first.port, own=host.address, descriptor=host.descriptor
                 ),
             )
-            starting.append((rank, actor.start.remote(rank, pickle.dumps(own))))
-        for member, pid in zip(self._members, calls.all(doing, starting), strict=True):
+            starting.append(actor.start.remote(rank, pickle.dumps(own)))
+        for member, pid in zip(self._members, answers(self._ray, starting, timeout_s=self._timeout_s), strict=True):
             member.pid = pid
 
     def _tell(self, message: bytes) -> None:
-        for actor in self._calls.actors:
+        for actor in self._actors:
             actor.tell.remote(message)  # if it is lost, its report says so
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
@@ -279,7 +274,7 @@ class ClusterRanks(LedRanks):
         for member in self._members:
             if member in waiting:
                 if member.report is None:
-                    member.report = self._calls.actors[member.rank].report.remote(_REPORT_S, counts)
+                    member.report = self._actors[member.rank].report.remote(_REPORT_S, counts)
                 asked[member.report] = member
         ready, _ = self._ray.wait([*asked], num_returns=1, timeout=timeout_s)
         if ready:

@@ -96,8 +96,8 @@ def test_connecting_keeps_signal_handlers_and_refuses_a_second_cluster(cluster: 
     with pytest.raises(ConfigError, match="a process can use one cluster only"):
         connect(ClusterConfig(address="127.0.0.1:1", placement_timeout_s=2.0))
     nodes = alive_nodes(ray)
-    assert sorted(node.room({"CPU": 1.0}) for node in nodes) == [0, 4, 4]
-    assert [sum(node.room({name: 2.0}) for node in nodes) for name in ("one", "two", "three")] == [2, 2, 0]
+    assert sorted(node.resources.get("CPU", 0.0) for node in nodes) == [0.0, 4.0, 4.0]
+    assert [max(node.resources.get(name, 0.0) for node in nodes) for name in ("one", "two", "three")] == [4.0, 4.0, 0.0]
 
 
 def test_nodes_of_another_version_are_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from rollover.cluster import ranks
-from rollover.cluster.calls import HostCalls, lost
+from rollover.cluster.calls import answers, lost
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.files import SharedFiles, listed, sampled_digest
 from rollover.cluster.host import HostFacts, RankHost
@@ -25,27 +26,6 @@ from rollover.trainer.rank import interface_of
 from rollover.trainer.rank_process import listening
 
 HERE = Path("/models")  # no test looks there
-
-
-class Method:
-    """A method of an actor in this process: an answer is what was returned, or the error."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def remote(self, *args: Any) -> Any:
-        try:
-            return self._function(*args)
-        except OSError as error:
-            return RayTaskError(error)
-
-
-class Actor:
-    def __init__(self, host: Any) -> None:
-        self._host = host
-
-    def __getattr__(self, name: str) -> Method:
-        return Method(getattr(self._host, name))
 
 
 class RayError(Exception):
@@ -77,10 +57,6 @@ class HereRay:
 
 for kind in (RayError, RayTaskError, GetTimeoutError):
     setattr(HereRay.exceptions, kind.__name__, kind)
-
-
-def calls(*hosts: Any) -> HostCalls:
-    return HostCalls(HereRay, [Actor(host) for host in hosts], 7.0)
 
 
 def write_all(folder: Path, contents: dict[str, bytes]) -> Path:
@@ -128,14 +104,21 @@ def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
     )
 
 
-def test_a_failed_host_and_a_silent_host_are_told_apart(tmp_path: Path) -> None:
-    asked = calls(RankHost(), RankHost())
-    with pytest.raises(RankLost, match=r"the host of rank 0 of 2 failed during step 3: .*No such file"):
-        asked.one("step 3", 0, Method((tmp_path / "gone").read_bytes).remote())
-    with pytest.raises(RankLost, match="the host of rank 1 of 2 did not answer within 7 s during step 3"):
-        asked.one("step 3", 1, GetTimeoutError())
-    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host during step 3: that node is gone$"):
-        asked.one("step 3", 0, RayError("The actor died because its node has died."))
+def test_a_failed_host_and_a_silent_host_are_told_apart() -> None:
+    failed = RayTaskError(OSError(errno.ENOSPC, "No space left on device"))
+    gone = RayError("The actor died because its node has died.")
+    for rank, (answer, said) in enumerate(
+        (
+            (failed, r"the host of rank 0 of 3 failed at the start: .*No space left"),
+            (GetTimeoutError(), "the host of rank 1 of 3 did not answer within 7 s at the start"),
+            (gone, r"^rank 2 of 3 was lost with its host at the start: that node is gone$"),
+        )
+    ):
+        asked: list[Any] = [None, None, None]
+        asked[rank] = answer
+        with pytest.raises(RankLost, match=said):
+            answers(HereRay, asked, timeout_s=7.0)
+    assert answers(HereRay, ["a", "b"], timeout_s=7.0) == ["a", "b"]
     assert lost(RayError("first\nThe last line.")) == "The last line."
 
 

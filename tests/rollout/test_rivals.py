@@ -187,10 +187,3 @@ def test_surplus_groups_are_kept_unless_asked_for() -> None:
     assert waste(rig) == {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}  # in each of two rounds two groups of two samples
     rows = [g.prompt.columns["row"] for b in batches.values() for g in b.groups]
     assert rows == [0, 1, 4, 5]  # their prompts are lost too
-
-
-def test_a_token_budget_parks_what_is_longer() -> None:
-    rig, batches = play(4, "token_budget", length=lambda request: 7, tokens_per_round=3, max_new_tokens=20)
-    lengths = {tuple(len(s.token_ids) for s in t.segments) for b in batches.values() for t in b.trajectories}
-    assert lengths == {(3, 3, 1)}
-    assert not waste(rig)

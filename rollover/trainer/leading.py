@@ -126,7 +126,7 @@ class LedRanks(ABC):
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
         self._folder = folder
-        """What is too large for a message lies here; the machines of all ranks see it."""
+        """The folder for what is too large for a message; the machines of all ranks see it."""
         self._timeout_s = timeout_s
         self._failures: list[int] = []
         """The ranks that have failed in the present command, in the order in which this became known here, since the

@@ -15,6 +15,11 @@ ARGUMENTS = "chat_template_kwargs"
 _ROLE = re.compile(r"[A-Za-z][\w-]*")
 _INSTRUCTING = ("system", "developer")
 MEDIA = ("images", "image", "videos", "video", "audio", "audios")
+FACTS = (
+    "country", "created_at", "date", "hashed_ip", "header", "lang", "language", "model", "source", "state", "timestamp",
+    "turn_identifier", "weight",
+)  # fmt: skip
+"""Keys that collections of chats have beside a message; no model reads them."""
 
 
 class Question(NamedTuple):
@@ -86,7 +91,7 @@ def messages_of(content: Sequence[Any], where: str) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: a message is a table with role and content, got {type(message).__name__}")
-    found = {key: value for key, value in message.items() if value is not None}
+    found = {key: value for key, value in message.items() if value is not None and key not in FACTS}
     if {"from", "value"} <= found.keys():
         raise DataError(f"{where}: the keys are 'from' and 'value'; rename them to 'role' and 'content'")
     if not isinstance(role := found.get("role"), str) or not role:

@@ -80,7 +80,8 @@ SHAPES = (
     Shape(
         "WildChat",
         {"prompt": [user("1") | {"language": "English", "toxic": False, "header": {"a": "b"}}], "answer": "2"},
-        refused="drops 'language', 'header' of message 1, whose role is 'user': move",
+        "1",
+        "2",
     ),
     Shape(
         "a call of OpenAI's old form",

@@ -18,7 +18,7 @@ from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
 from rollover.tasks.columns import ALPACA, ANSWER_COLUMNS, ColumnMap, ColumnSettings, NoAnswer, find_column
 from rollover.tasks.fingerprint import DataFile, Fingerprint
-from rollover.tasks.messages import is_text
+from rollover.tasks.messages import FACTS, is_text
 from rollover.tasks.rows import DatasetRows
 from rollover.types import Prompt
 
@@ -174,7 +174,9 @@ class DatasetSettings(SourceSettings):
             return self._answer(prompt)
         last = parsed(read_column(prompt.columns, prompt_column))[-1]
         for key in last:
-            if key != "content" and (is_text(last, key) or (last[key] and isinstance(last[key], (list, Mapping)))):
+            if key not in ("content", *FACTS) and (
+                is_text(last, key) or (last[key] and isinstance(last[key], (list, Mapping)))
+            ):
                 raise DataError(
                     f"prompt {prompt.prompt_id}: sft would not teach {key!r} of the last message: move it into the"
                     " content, or delete it"

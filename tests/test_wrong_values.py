@@ -69,7 +69,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*TRAIN, "--tasks.train.99999999999999999999.name", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
     *(([*VLLM, "--engine.urls", json.dumps([url])], "urls must name a host, and a port from 1 to 65535 or none") for url in ("http://h:0", "http://h:65536", "http://h:99999", "http://h:x", "http://[::1]:70000", "http://:80")),
     *(([*TRAIN, "--rollout.strategy", "rollover", f"--rollout.strategy.{key}", "nan"], "this must be a finite number, got the number nan") for key in ("lag_target", "prefill_tokens_per_iteration")),
-    ([*TRAIN, "--rollout.strategy", "windowed"], "'windowed' is not allowed: it is simulated only (rollover simulate --strategies windowed); to train, use 'bounded_async'"),
+    ([*TRAIN, "--rollout.strategy", "fast_lane"], "'fast_lane' is not allowed: it is simulated only (rollover simulate --strategies fast_lane); to train, use 'concurrency'"),
     ([*VLLM, "--engine.urls", '["http://h"]', "--rollout.strategy", "inflight"], "set engine.kv_on_update = 'keep', or choose a strategy that does not need it"),
     ([*SIMULATE, "--lag", "nan"], "nan is not a finite number"),
     ([*SIMULATE, "--lag", "1e999"], "inf is not a finite number"),

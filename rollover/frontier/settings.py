@@ -51,6 +51,11 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
             raise ConfigError(f"--strategies: unknown strategy {name!r}{nearest(strategy, SIMULATED)}")
         if SIMULATED[strategy].on_policy and strategy != name:
             raise ConfigError(f"--strategies: {name!r}: {strategy} cannot train single samples, only whole groups")
+        if strategy == "fast_lane" and not setup.scenario.has_fast_lane:
+            raise ConfigError(
+                f"--strategies: {name!r} needs a replica for the fast lane: in the scenario file,"
+                " [engine] replicas = 2 and fast_lane_replicas = 1 (or more)"
+            )
         if is_asleep(name, setup):
             cause = "replicas and trainer take turns (colocated = true): remove one of the two"
             if setup.one_device:

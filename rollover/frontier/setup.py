@@ -21,9 +21,10 @@ PUBLISHED_LOAD = 2.4
 PREFILL_PER_C0 = 1600.0
 """Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
 Unit = Literal["s", "c0"]
-_MOST_REPLICAS = 10_000
+_MOST = {"replicas": 10_000, "fast_lane_replicas": 10_000}
 _ACCURACY = ("accuracy", "accuracy_icc", "accuracy_length_correlation")
 _OF_SCENARIO = ("trainer", "reward", "turns", "kv_on_update", "colocated", "filter_zero_signal", *_ACCURACY)
+_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +47,18 @@ class EngineSection:
     swap_pause_s: float | None = None
     """Seconds for which decoding pauses for new weights."""
     replicas: int | None = None
+    fast_lane_replicas: int = 0
+    """Number of replicas that take only samples that ask for the fast lane."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if (value := getattr(self, field.name)) is None:
                 continue
-            from_zero = field.name == "swap_pause_s"
-            if not (value >= 0 if from_zero else value > 0):
-                raise ValueError(f"{field.name} must be {'at least' if from_zero else 'above'} 0, got {value}")
-        if self.replicas is not None and self.replicas > _MOST_REPLICAS:
-            raise ValueError(f"replicas must be at most {_MOST_REPLICAS}, got {self.replicas}")
+            if not (value >= 0 if field.name in _FROM_ZERO else value > 0):
+                least = "at least" if field.name in _FROM_ZERO else "above"
+                raise ValueError(f"{field.name} must be {least} 0, got {value}")
+            if value > (most := _MOST.get(field.name, math.inf)):
+                raise ValueError(f"{field.name} must be at most {most}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,12 +176,23 @@ def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
     return replace(known, **{name: value for name, value in given.items() if value is not None})
 
 
+def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:
+    """Return ``count`` replicas, the last ones in the fast lane where the file asks for it. Raises ``ConfigError`` if
+    none would be left for the others."""
+    fast = section.fast_lane_replicas
+    if fast >= count:
+        raise ConfigError(f"engine.fast_lane_replicas ({fast}) must be below the number of replicas ({count})")
+    return (model,) * (count - fast) + (replace(model, fast_lane=True),) * fast
+
+
 def build_scenario(known: Scenario, file: ScenarioFile, replicas: int) -> Scenario:
     """Return a scenario of ``replicas`` like the first of ``known``, which also has the values that the scenario file
     leaves open."""
     given = {key: value for key in _OF_SCENARIO if (value := getattr(file, key)) is not None}
     model = overlaid(known.replicas[0], file.engine)
     try:
-        return replace(known, replicas=(model,) * replicas, **given)
+        return replace(known, replicas=replicas_of(model, file.engine, replicas), **given)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"scenario: {error}") from None

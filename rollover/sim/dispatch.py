@@ -3,9 +3,11 @@ load."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollover.sim.replica import Replica
 from rollover.types import SampleId
@@ -16,31 +18,35 @@ class ReplicaPool:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = replicas
-        self._bounds_R = np.zeros(len(replicas))
-        """Loads that those of the replicas are not below."""
+        in_lane_R = np.array([replica.model.fast_lane for replica in replicas])
+        self._has_fast_lane = bool(in_lane_R.any())
+        self._bounds_R = {fast: np.where(in_lane_R == fast, 0.0, math.inf) for fast in (False, True)}
+        """For the fast lane and the rest: loads that those of the replicas are not below, infinite for replicas that
+        are not in it."""
         self._parked_on: dict[SampleId, Replica] = {}
 
-    def place(self, sample_id: SampleId) -> Replica:
+    def place(self, sample_id: SampleId, *, fast_lane: bool) -> Replica:
         """Return where to send the sample."""
+        fast_lane = fast_lane and self._has_fast_lane
         before = self._parked_on.pop(sample_id, None)
-        if before is not None and before.can_resume(sample_id):
+        if before is not None and before.model.fast_lane == fast_lane and before.can_resume(sample_id):
             return before
-        return self._least_loaded()
+        return self._least_loaded(self._bounds_R[fast_lane])
 
-    def _least_loaded(self) -> Replica:
+    def _least_loaded(self, bounds_R: NDArray[np.float64]) -> Replica:
         """Return the replica with the least load, the first of several. Loads grow unheard of: the least bound is
         raised until it is a load."""
         while True:
-            replica = self.replicas[place := int(self._bounds_R.argmin())]
-            if replica.load == self._bounds_R[place]:
+            replica = self.replicas[place := int(bounds_R.argmin())]
+            if replica.load == bounds_R[place]:
                 return replica
-            self._bounds_R[place] = replica.load
+            bounds_R[place] = replica.load
 
     def parked(self, sample_id: SampleId, replica: Replica) -> None:
         self._parked_on[sample_id] = replica
 
     def eased(self, replica: Replica) -> None:
-        self._bounds_R[replica.index] = replica.load
+        self._bounds_R[replica.model.fast_lane][replica.index] = replica.load
 
     def advance(self, now_s: float) -> None:
         for replica in self.replicas:

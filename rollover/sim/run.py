@@ -28,6 +28,7 @@ from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.rewards import Accuracies
 from rollover.sim.scenario import Latency, Scenario
+from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 from rollover.workload.source import read_lengths
@@ -290,7 +291,7 @@ class _Run:
             left = self._lengths_of(sample_id.group)[sample_id.index] - entry.num_tokens
             wanted = left if turns is None else min(left, turns.tokens - entry.num_tokens % turns.tokens)
             num_tokens = wanted if budget is None else min(wanted, budget)
-            replica = self._pool.place(sample_id)
+            replica = self._pool.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
             replica.advance(self._now_s)
             changed[replica.index] = replica
             replica.add(
@@ -308,6 +309,9 @@ class _Run:
             )
         for replica in changed.values():
             self._schedule(replica)
+
+    def _wants_fast_lane(self, sample_id: SampleId) -> bool:
+        return isinstance(self._strategy, FastLane) and self._strategy.wants_fast_lane(self._view, sample_id)
 
     def _stop(self) -> None:
         """Park everything that runs."""

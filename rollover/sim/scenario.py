@@ -48,6 +48,8 @@ class ReplicaModel:
     """Maximum number of samples decoded at the same time."""
     swap_pause_s: float = 0.0
     """Seconds for which decoding pauses for new weights."""
+    fast_lane: bool = False
+    """True if it takes only samples that ask for the fast lane."""
 
     def __post_init__(self) -> None:
         _require(self, "be above 0", lambda x: x > 0, "c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running")
@@ -152,6 +154,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if not self.replicas:
             raise ValueError("there must be at least one replica")
+        if all(r.fast_lane for r in self.replicas):
+            raise ValueError("at least one replica must be outside the fast lane")
         if self.colocated:
             check_colocated(self.kv_on_update)
         _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy", "accuracy_icc")
@@ -172,3 +176,7 @@ class Scenario:
             is_colocated=self.colocated,
             prefill_tokens_per_iteration=math.inf if self.kv_on_update == "keep" else sum(rates),
         )
+
+    @property
+    def has_fast_lane(self) -> bool:
+        return any(r.fast_lane for r in self.replicas)

@@ -78,7 +78,7 @@ def test_what_the_setting_was_told_of_the_engine_is_pasted_with_it() -> None:
     assert "prefill_tokens_per_iteration" not in advise([SYNC, point(2.0, 0.1, **ours)], 9.0).toml()
 
 
-@pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async", "sorted", "inflight"])
+@pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async", "sorted", "inflight", "threshold"])
 def test_the_recommended_bound_is_never_in_the_way(strategy: str) -> None:
     setup, length = small(), Length(steps=24, warmup=4)
     config = settings(strategy, setup)[-1]

@@ -23,7 +23,7 @@ from tests.frontier.kit import REPLICA, small
 
 
 def test_every_strategy_has_its_knob() -> None:
-    assert {name for name in SIMULATED if knob_of(name) is None} == {"sync"}
+    assert {name for name in SIMULATED if knob_of(name) is None} == {"sync", "probe"}
     assert set(DEFAULT_STRATEGIES) <= set(STRATEGIES)
 
 
@@ -84,12 +84,16 @@ def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
         check_strategies(["aprul"], small())
     with pytest.raises(ConfigError, match="sync cannot train single samples"):
         check_strategies(["sync:sample"], small())
+    with pytest.raises(ConfigError, match="'fast_lane' needs a replica for the fast lane"):
+        check_strategies(["fast_lane"], small())
+    lane = Scenario(replicas=(REPLICA, replace(REPLICA, fast_lane=True)))
+    assert check_strategies(["fast_lane"], small(scenario=lane)) == ("sync", "fast_lane")
 
 
 def test_overlapping_strategies_do_not_take_turns_with_the_trainer() -> None:
     turns = small(scenario=Scenario(replicas=(REPLICA,), colocated=True))
     assert set(default_strategies(small())) - set(default_strategies(turns)) == {"bounded_async"}
-    for name in ("bounded_async", "bounded_async:sample", "inflight"):
+    for name in ("bounded_async", "bounded_async:sample", "inflight", "threshold"):
         with pytest.raises(ConfigError, match=f"--strategies: '{name}' generates while the trainer trains"):
             check_strategies([name], turns)
     assert check_strategies(default_strategies(turns), turns)

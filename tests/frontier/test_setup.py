@@ -32,6 +32,7 @@ def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
         [engine]
         b0 = 33.0
         replicas = 3
+        fast_lane_replicas = 1
         [trainer]
         base_s = 4.0
         s_per_token = 0.001
@@ -40,7 +41,7 @@ def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
     assert cap == 200
     assert file.rollout is not None
     scenario = build_scenario(KNOWN, file, file.engine.replicas or 1)
-    assert scenario.replicas == (replace(REPLICA, b0=33.0),) * 3
+    assert scenario.replicas == (replace(REPLICA, b0=33.0),) * 2 + (replace(REPLICA, b0=33.0, fast_lane=True),)
     assert scenario.trainer == Latency(base_s=4.0, s_per_token=0.001)
     assert scenario.kv_on_update == "keep"
 
@@ -60,6 +61,12 @@ def test_mistakes_are_named_with_their_line(tmp_path: Path, text: str, message: 
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
     assert message in str(raised.value)
+
+
+def test_the_fast_lane_leaves_a_replica_for_the_others(tmp_path: Path) -> None:
+    file, _ = read(tmp_path, "[engine]\nfast_lane_replicas = 2\n")
+    with pytest.raises(ConfigError, match=r"fast_lane_replicas \(2\) must be below the number of replicas \(2\)"):
+        build_scenario(KNOWN, file, 2)
 
 
 def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:

@@ -64,7 +64,7 @@ def test_a_setting_may_repeat_the_host_but_not_contradict_it() -> None:
         ({"rollout": 3}, "rollover=: rollout must be a table of settings, got 3"),
         ({"rollouts": {}}, "rollouts: unknown key; did you mean 'rollout'?"),
         ({"trainer": {"learning_rate": 1.0}}, "trainer: unknown key"),
-        ({"rollout": {"strategy": "windowed"}}, "simulated only"),
+        ({"rollout": {"strategy": "tail_rounds"}}, "simulated only"),
         ({"engine": {"colocated": True}}, "engine.colocated has no effect inside another trainer"),
         ({"rollout": {"max_stalenes": 2}}, "max_stalenes: unknown key; did you mean 'max_staleness'?"),
         (

@@ -16,11 +16,13 @@ from rollover.sim.strategies import SIMULATED, SimulatedRollout
 from tests.rollout.kit import NAMES, config_of, strategy_of
 
 KEYS = {
-    "over_sampling_batch_size": ({"april", "oversample", "token_budget", "sorted"}, 64),
+    "over_sampling_batch_size": ({"april", "oversample", "token_budget", "sorted", "tail_rounds"}, 64),
     "drop_surplus": ({"april"}, True),
-    "num_running": ({"concurrency", "bounded_async", "inflight", "windowed"}, 64),
+    "num_running": ({"concurrency", "fast_lane", "bounded_async", "inflight", "threshold", "windowed"}, 64),
     "tokens_per_round": ({"token_budget"}, 100),
+    "staleness_threshold": ({"threshold"}, 0.3),
     "window_groups": ({"windowed"}, 40),
+    "fast_lane_samples": ({"fast_lane"}, 9),
     "lag_target": ({"rollover"}, 0.5),
     "prefill_tokens_per_iteration": ({"rollover"}, 30.0),
 }
@@ -64,11 +66,25 @@ def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
         ),
         ({"strategy": "windowed", "window_groups": 0}, "rollout.strategy.window_groups must be at least 1, got 0"),
         (
+            {"strategy": "fast_lane", "fast_lane_samples": -1},
+            "rollout.strategy.fast_lane_samples must be at least 1, got -1",
+        ),
+        (
+            {"strategy": "threshold", "staleness_threshold": -0.1},
+            "rollout.strategy.staleness_threshold must be at least 0, got -0.1",
+        ),
+        ({"strategy": "threshold", "staleness_threshold": float("nan")}, "must be at least 0, got nan"),
+        (
             {"strategy": "rollover", "prefill_tokens_per_iteration": 0.0},
             "rollout.strategy.prefill_tokens_per_iteration must be above 0, got 0.0",
         ),
         ({"strategy": "rollover", "prefill_tokens_per_iteration": float("nan")}, "must be above 0, got nan"),
-        ({"strategy": "sync", "max_staleness": 1}, "rollout.max_staleness is 1, but strategy 'sync' is always at 0"),
+        ({"strategy": "probe", "max_staleness": 1}, "rollout.max_staleness is 1, but strategy 'probe' is always at 0"),
+        (
+            {"strategy": "threshold", "staleness_threshold": 1.2, "max_staleness": 1},
+            "rollout.max_staleness (1) is below 2, which a threshold of 1.2 for batches of 32 needs;"
+            " raise it, or lower rollout.strategy.staleness_threshold",
+        ),
         (
             {"strategy": "sorted", "over_sampling_batch_size": 128, "max_staleness": 2},
             "rollout.max_staleness (2) is below 3, which 128 groups in flight for batches of 32 need;"
@@ -93,7 +109,9 @@ def test_defaults() -> None:
     shape = {"max_new_tokens": 1001, "rollout_batch_size": 6, "group_size": 3}
     filled = {
         ("token_budget", "round_budget"): 251,
+        ("threshold", "threshold"): 0.5,
         ("windowed", "window"): 6,
+        ("fast_lane", "fast_lane"): 3,
         ("rollover", "target_lag"): 1.0,
         ("april", "launched_groups"): 12,
         ("concurrency", "num_running"): 64,
@@ -101,8 +119,9 @@ def test_defaults() -> None:
     for (name, field), value in filled.items():
         assert getattr(strategy_of(name, **shape), field) == value
     bounds = {name: config_of(name).staleness_bound for name in SIMULATED}
-    assert {name for name, bound in bounds.items() if bound == 0} == {"sync"}
-    assert {name for name, bound in bounds.items() if bound == 1} == {"oversample"}
+    assert {name for name, bound in bounds.items() if bound == 0} == {"sync", "probe"}
+    assert {name for name, bound in bounds.items() if bound == 1} == {"oversample", "tail_rounds"}
+    assert config_of("threshold", staleness_threshold=7.5).staleness_bound == 8
     assert config_of("april", over_sampling_batch_size=32 * 9).staleness_bound == 8
 
 

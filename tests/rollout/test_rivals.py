@@ -17,7 +17,7 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import SampleId
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
-from tests.rollout.test_ledger import ABORT, STOP, ended, opened, published, scored, started
+from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
 from tests.rollout.test_strategies import G, N, ready, waste
 
 
@@ -122,8 +122,8 @@ def test_no_strategy_locks_up_or_breaks_the_bound(
     the theorem holds after every event."""
     rng = random.Random(seed)
     config: dict[str, Any] = {"rollout_batch_size": batch_size, "group_size": group_size}
-    needed = {"april": 1, "oversample": 1, "token_budget": 1, "sorted": 1}
-    if name != "sync":
+    needed = {"april": 1, "oversample": 1, "token_budget": 1, "sorted": 1, "tail_rounds": 1, "threshold": 1}
+    if name not in ("sync", "probe"):
         config["max_staleness"] = needed.get(name, 0) + extra_staleness
     if name == "windowed":
         config["window_groups"] = rng.randint(1, 3 * batch_size)
@@ -180,6 +180,42 @@ def test_the_window_reaches_from_the_oldest_open_group(window: int, expected: tu
     assert strategy.select_batch(state.view) == (0, 1)  # the head was ready: taken first, it moves the window on
 
 
+def test_probes_first_then_the_groups_with_the_longest_estimate() -> None:
+    strategy = strategy_of("probe", rollout_batch_size=3, group_size=2)
+    state = RolloutState([opened(i, size=2) for i in range(3)])
+    order = [*strategy.samples_to_start(state.view)]
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    for i, length in ((0, 5), (1, 9)):
+        state.apply(started(SampleId(i, 0)))
+        state.apply(ended(SampleId(i, 0), length, STOP))
+    state.apply(started(SampleId(2, 0)))
+    assert [*strategy.samples_to_start(state.view)] == [(2, 1), (1, 1), (0, 1)]  # unknown counts as the cap
+
+
+def test_the_oldest_unfinished_samples_want_the_fast_lane() -> None:
+    strategy = strategy_of("fast_lane", rollout_batch_size=2, group_size=2, fast_lane_samples=3)
+    state = RolloutState([opened(i, size=2) for i in range(3)])
+    ids = [SampleId(g, i) for g in range(3) for i in range(2)]
+    assert [strategy.wants_fast_lane(state.view, i) for i in ids] == [True, True, True, False, False, False]
+    state.apply(started(ids[0]))
+    state.apply(ended(ids[0], 2, STOP))
+    assert [strategy.wants_fast_lane(state.view, i) for i in ids[1:]] == [True, True, True, False, False]
+
+
+def test_the_threshold_is_a_quota_between_two_updates() -> None:
+    """Consuming opens nothing; publishing does; what is carried over counts."""
+    strategy = strategy_of("threshold", rollout_batch_size=4, group_size=1, staleness_threshold=0.5, num_running=99)
+    state = RolloutState([opened(i) for i in range(6)])
+    assert strategy.groups_to_open(state.view) == 0
+    for i in range(4):
+        for event in (started(SampleId(i, 0)), ended(SampleId(i, 0), 1, STOP), scored(SampleId(i, 0))):
+            state.apply(event)
+    state.apply(consumed(0, 0, 1, 2, 3))
+    assert strategy.groups_to_open(state.view) == 0
+    state.apply(published(1))
+    assert strategy.groups_to_open(state.view) == 4  # (1 + 0.5) 4, less 2 carried over
+
+
 def test_surplus_groups_are_kept_unless_asked_for() -> None:
     """Four groups become ready in the same tick, a batch takes two."""
     rig, batches = play(2, "april", length=lambda request: 5, drop_surplus=True)
@@ -187,3 +223,30 @@ def test_surplus_groups_are_kept_unless_asked_for() -> None:
     assert waste(rig) == {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}  # in each of two rounds two groups of two samples
     rows = [g.prompt.columns["row"] for b in batches.values() for g in b.groups]
     assert rows == [0, 1, 4, 5]  # their prompts are lost too
+
+
+def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:
+    """Unfinished groups and whole ones beyond the batch alike; until they fill a batch they wait."""
+    strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
+    state = RolloutState()
+    scheduler = Scheduler(strategy=strategy, source=Prompts(), state=state, max_running=9, limits=Limits())
+
+    def play_round(ends: tuple[bool, ...]) -> list[int]:
+        """Rows that a round starts; of its samples those end that ``ends`` says, all at once."""
+        scheduler.begin_round()
+        ids = [a.sample_id for a in scheduler.decide(0.0) if isinstance(a, StartSample)]
+        rows = [state.ledger.sample(i).prompt.columns["row"] for i in ids]
+        for i, has_ended in zip(ids, ends, strict=True):
+            event = ended(i, 3, STOP if has_ended else ABORT, version=state.ledger.policy_version)
+            scheduler.segment_ended(i, event.segment, 0.0)
+            if has_ended:
+                scheduler.scored(i, 1.0, 0.0)
+        scheduler.published(scheduler.consume(0.0).step + 1, 0.0, pause_s=0.0)
+        state.ledger.check()
+        return rows
+
+    assert play_round((True, False, True)) == [0, 1, 2]
+    assert play_round((True, True, True)) == [3, 4, 5]
+    assert play_round((True, True)) == [1, 5]
+    assert play_round((True, True, False)) == [6, 7, 8]
+    assert state.ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}

@@ -78,8 +78,16 @@ def state_with(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> Rol
         ("sorted", {}, {}, 4),  # a pool
         ("sorted", {}, {"num_open": 1, "num_ready": 1}, 0),  # not used up: it still fills a batch
         ("sorted", {}, {"num_ready": 1}, 3),
+        ("tail_rounds", {}, {}, 4),
+        ("tail_rounds", {}, {"num_ready": 1}, 1),  # this round has begun: what was dropped is replaced, no more
+        ("tail_rounds", {}, {"num_open": 2}, 0),
         ("inflight", {"num_running": 6}, {"num_open": 2}, 1),
+        ("threshold", {"num_running": 99}, {}, 3),  # (1 + 0.5) N
+        ("threshold", {"num_running": 99, "staleness_threshold": 1.0}, {"num_open": 1, "num_ready": 1}, 2),
+        ("threshold", {"num_running": 4}, {}, 2),
         ("windowed", {"num_running": 6}, {"num_open": 2}, 1),
+        ("probe", {}, {"num_open": 1}, 1),
+        ("fast_lane", {"num_running": 6}, {"num_open": 2}, 1),
     ],
 )
 def test_groups_to_open(name: str, config: dict[str, Any], ledger: dict[str, int], expected: int) -> None:
@@ -107,7 +115,8 @@ def test_parked_before_fresh_and_oldest_group_first() -> None:
         assert [*strategy_of(name).samples_to_start(state.view)] == expected
 
 
-REFILLING = ("concurrency", "bounded_async", "inflight", "windowed")
+REFILLING = ("concurrency", "bounded_async", "inflight", "threshold", "windowed", "fast_lane")
+DISCARDING = ("oversample", "tail_rounds")
 
 
 @pytest.mark.parametrize("name", REFILLING)
@@ -186,7 +195,7 @@ def test_laws_hold_under_any_lengths(
     tokens = rig.ledger.tokens
     assert tokens.trained == sum(b.num_tokens for b in batches.values())
     assert tokens.decoded == rig.engine.decoded_tokens
-    if name != "oversample":
+    if name not in DISCARDING:
         assert not waste(rig)
 
 
@@ -284,6 +293,6 @@ def test_groups_without_signal_are_replaced_and_counted(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_started_group_waits_behind_newer_ones_for_long(name: str) -> None:
     """Starvation: however few places there are, staleness stays far below a bound that does not press."""
-    bound = {} if name in ("sync", "oversample") else {"max_staleness": 30}
+    bound = {} if name in ("sync", "probe", *DISCARDING) else {"max_staleness": 30}
     _, batches = play(40, name, max_running=3, watched=False, **bound)
     assert max(heads(batches, 0)) <= 6

@@ -20,7 +20,7 @@ def test_the_least_loaded_replica_is_found(rng: random.Random) -> None:
     replicas = [Replica(ReplicaModel(c0_s=1.0, b0=rng.choice([2.0, 4.0, 5.0])), i) for i in range(rng.randint(2, 6))]
     pool = ReplicaPool(replicas)
     for group in range(50):
-        found = pool.place(SampleId(group, 0))
+        found = pool.place(SampleId(group, 0), fast_lane=False)
         assert (found.load, found.index) == min((r.load, r.index) for r in replicas)
         if rng.random() < 0.6:
             found.add(call(group, 5))

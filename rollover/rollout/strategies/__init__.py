@@ -39,7 +39,11 @@ SIMULATED_ONLY = {
     kind: f"it is simulated only (rollover simulate --strategies {kind}); to train, use {instead!r}"
     for kind, instead in {
         "sorted": "rollover",
+        "tail_rounds": "oversample",
+        "threshold": "bounded_async",
         "windowed": "bounded_async",
+        "probe": "sync",
+        "fast_lane": "concurrency",
     }.items()
 }
 """Kinds that exist only in ``rollover.sim.strategies``, with the advice for a config that names one. They are listed

@@ -9,10 +9,22 @@ from typing import Annotated, Any
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import AnyStrategyConfig, AprilConfig, StrategyConfig
 from rollover.settings.shape import ByKind, kinds
+from rollover.sim.strategies.fast_lane import FastLaneConfig
+from rollover.sim.strategies.probe import ProbeConfig
 from rollover.sim.strategies.sorted import SortedConfig
+from rollover.sim.strategies.tail_rounds import TailRoundsConfig
+from rollover.sim.strategies.threshold import ThresholdConfig
 from rollover.sim.strategies.windowed import WindowedConfig
 
-AnySimulatedConfig = AnyStrategyConfig | SortedConfig | WindowedConfig
+AnySimulatedConfig = (
+    AnyStrategyConfig
+    | SortedConfig
+    | TailRoundsConfig
+    | ThresholdConfig
+    | WindowedConfig
+    | ProbeConfig
+    | FastLaneConfig
+)
 """Distinguished by ``kind``. One that is not in ``AnyStrategyConfig`` also has a row in ``SIMULATED_ONLY``, which names
 the strategy to train with instead."""
 

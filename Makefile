@@ -39,12 +39,12 @@ $(BIN)/python:
 # One stamp per set of packages; the installation is editable, so only these two files make it stale.
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@ $(VENV)/installed
 
 train: $(VENV)/installed

@@ -242,7 +242,7 @@ def test_an_engine_without_kept_sets_refuses_to_leave_tokens_out(tmp_path: Path,
         ("embedded", "inflight", None),
         ("sglang", "inflight", "rollout.strategy 'inflight' loads weights under running samples, but with"),
         ("keep", "april", "trainer.lora.publish 'adapter' does not work with engine.kv_on_update 'keep'"),
-        ("swarm", "april", "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters"),
+        ("swarm", "april", "trainer.lora.publish 'adapter' is for engines on this machine: workers of a swarm"),
     ],
 )
 def test_adapters_alone_are_for_engines_that_can_change_them(engine: str, strategy: str, message: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -195,3 +196,10 @@ def test_the_key_stands_for_the_whole_prefix() -> None:
     assert block_key(block_key(b"a", (1, 2)), (3, 4)) != block_key(block_key(b"a", (1, 3)), (3, 4))
     assert block_key(b"a", (1, 2)) != block_key(b"a", (1, 2, 0)) != block_key(b"b", (1, 2, 0))
     assert root_key(1, "x") == root_key(1, "x") != root_key(2, "x")
+
+
+def test_a_block_is_released_no_more_often_than_it_is_held() -> None:
+    blocks = BlockManager(num_blocks=5, block_size=SIZE)
+    table = blocks.allocate(1) or []
+    with pytest.raises(AssertionError, match="not referenced"):
+        blocks.release([*table, *table])

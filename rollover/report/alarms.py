@@ -15,6 +15,9 @@ RECENT = 10
 """Newest steps over which a quantity is averaged."""
 _FEWEST = 5
 """Steps that must have measured it."""
+EARLY = 3
+_MANY = 100
+"""Steps and responses after which one and the same reward for all of them is told."""
 _LOW_ENTROPY = 0.05
 """Nats per token below which responses are nearly copies of one another."""
 _MISSING_SURPRISE = 0.2
@@ -67,16 +70,19 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
 
 def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
     """Look for rewards that teach nothing because siblings have equal ones."""
-    advice = "Read responses and their rewards under Samples: is a right answer recognised?"
+    advice = (
+        "Read responses and their rewards under Samples: is a right answer recognised? A dry run (`rollover train"
+        " CONFIG --dry-run`) says what the reference answers score."
+    )
     if filtered > 0.9:
         return (
             f"{filtered:.0%} of the decoded tokens were dropped by algorithm.group_filter, because the rewards of"
             f" their groups are equal. {advice}"
         )
-    share = _recent(rows, "reward/groups_with_signal")
-    if share is None or share >= 0.1:
+    shares, rewards = (_values(rows, f"reward/{name}")[-RECENT:] for name in ("groups_with_signal", "mean"))
+    is_one = len({*rewards}) == 1 and not any(shares) and sum(_values(rows, "rollout/batch_samples")) >= _MANY
+    if len(shares) < (EARLY if is_one else _FEWEST) or (share := fmean(shares)) >= 0.1:
         return None
-    rewards = _values(rows, "reward/mean")[-RECENT:]
     steps = f"the last {len(rewards)} steps"
     if share > 0:
         level = "easy" if fmean(rewards) > 0.5 else "hard"

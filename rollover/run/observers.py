@@ -13,7 +13,7 @@ from typing import Any
 from rollover.batch import Batch, WasteCause
 from rollover.engine.base import EngineMetrics
 from rollover.errors import printable
-from rollover.report.alarms import RECENT, alarms
+from rollover.report.alarms import EARLY, RECENT, alarms
 from rollover.report.measures import MOST_KINDS, failure_kind
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.progress import Progress
@@ -76,20 +76,21 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
 
 
 def alarms_to(show: Callable[[str], None]) -> Observer:
-    """Return an observer that shows the alarms of a run after ten of its steps, and whenever twice as many have ended.
+    """Return an observer that shows the alarms of a run after 3 and 10 of its steps, and whenever twice as many ended.
 
-    Example: of a run whose rewards are always 0, it shows so after 10, 20, 40 and 80 steps.
+    Example: of a run whose rewards are always 0, it shows so after 3, 10, 20, 40 and 80 steps.
     """
     rows: deque[MetricRow] = deque(maxlen=20 * RECENT)
-    shown_at = RECENT
+    num_steps, shown_at = 0, EARLY
 
     def observe(event: RunEvent) -> None:
-        nonlocal shown_at
+        nonlocal num_steps, shown_at
         if not isinstance(event, StepEnded):
             return
         rows.append(MetricRow(kind="step", step=event.step, time_s=event.time_s, values=event.metrics))
-        if event.step + 1 >= shown_at and len(rows) >= RECENT:
-            shown_at = 2 * (event.step + 1)
+        num_steps += 1
+        if num_steps >= shown_at:
+            shown_at = max(RECENT, 2 * num_steps)
             for alarm in alarms(rows):
                 show(f"alarm: {alarm}")
 

@@ -40,6 +40,16 @@ def test_a_reward_that_never_differs_is_named_with_its_value(value: float) -> No
     assert alarm.startswith(f"every reward of the last 10 steps is {value:g}: nothing is learned.")
 
 
+def test_one_reward_for_a_hundred_responses_is_named_after_three_steps() -> None:
+    def found(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[str, ...]:
+        return alarms(rows(num_steps, **({"reward__mean": 0.0, "reward__groups_with_signal": 0.0} | curves)))
+
+    (alarm,) = found(3, rollout__batch_samples=34)
+    assert alarm.startswith("every reward of the last 3 steps is 0: nothing is learned.") and "--dry-run" in alarm
+    assert found(3, rollout__batch_samples=33) == found(2, rollout__batch_samples=50) == ()
+    assert found(3, rollout__batch_samples=34, reward__mean=lambda step: step / 10) == ()
+
+
 def test_equal_rewards_within_groups_teach_nothing() -> None:
     (alarm,) = alarms(rows(6, reward__mean=lambda step: step / 10, reward__groups_with_signal=0.0))
     assert alarm.startswith("all rewards within a group of the last 6 steps are equal")
@@ -139,9 +149,9 @@ def test_the_quickstart_raises_no_alarm_at_any_of_its_steps() -> None:
 
 def test_a_run_shows_its_alarms_whenever_its_steps_have_doubled() -> None:
     shown: list[tuple[int, str]] = []
-    found = rows(50, reward__mean=0.0, reward__groups_with_signal=0.0)
+    found = rows(50, reward__mean=0.0, reward__groups_with_signal=0.0, rollout__batch_samples=34)
     observe = alarms_to(lambda text: shown.append((row.step + 1, text)))
     for row in found:
         observe(StepEnded(step=row.step, batch=Batch(step=row.step, groups=()), time_s=0.0, metrics=row.values))
-    assert [step for step, _ in shown] == [10, 20, 40]
-    assert {text[:51] for _, text in shown} == {"alarm: every reward of the last 10 steps is 0: noth"}
+    assert [step for step, _ in shown] == [3, 10, 20, 40]
+    assert {text[:51] for _, text in shown[1:]} == {"alarm: every reward of the last 10 steps is 0: noth"}

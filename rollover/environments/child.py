@@ -27,11 +27,7 @@ class Child:
     """
 
     def __init__(
-        self,
-        name: str,
-        keeper: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, name: str, keeper: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._name = name
         self._keeper = keeper

@@ -137,13 +137,9 @@ class RewardScorer:
                 await asyncio.gather(*(rate(rater, [i]) for i in members))
         scores = [failure or self._score(prompt.source, found) for failure, found in zip(failures, values, strict=True)]
         num_failed = sum(failure is not None for failure in failures)
-        self._count(
-            num_scored=len(samples) - num_failed,
-            num_late=len(late),
-            num_failed=num_failed,
-            num_retried=num_retried,
-            busy_s=time.perf_counter() - started_s,
-        )
+        more = {"num_scored": len(samples) - num_failed, "num_failed": num_failed, "num_late": len(late)}
+        more |= {"num_retried": num_retried, "busy_s": time.perf_counter() - started_s}
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + one for name, one in more.items()})
         return scores
 
     async def close(self) -> None:
@@ -188,6 +184,3 @@ class RewardScorer:
             completion_ids=trajectory.response_ids,
             transcript=tuple(transcript),
         )
-
-    def _count(self, **more: float) -> None:
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + one for name, one in more.items()})

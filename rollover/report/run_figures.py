@@ -140,14 +140,9 @@ def lengths(record: RunRecord) -> Figure | None:
     if not generated:
         return None
     found = (("generated", generated, "--soft"), ("trained", trained, "--blue"))
-    data = [
-        {
-            **length_curve(values, f"{name} ({len(values):,})", colour, max(generated)),
-            **({"fill": "tozeroy"} if name == "generated" else {}),
-        }
-        for name, values, colour in found
-        if values
-    ]
+    longest, shown = max(generated), [each for each in found if each[1]]
+    data = [length_curve(values, f"{name} ({len(values):,})", colour, longest) for name, values, colour in shown]
+    data[0]["fill"] = "tozeroy"
     y_axis = axis("share of samples", tickformat=".0%", rangemode="tozero")
     x_axis = axis("response tokens", showgrid=False, rangemode="tozero")
     return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")
@@ -197,17 +192,10 @@ def time_split(record: RunRecord) -> Figure | None:
         seconds = [fmean([of_step[phase] for _, of_step in part]) for part in parts]
         stack = bar([part[0][0] for part in parts], seconds, phase, PHASE_COLOURS[phase])
         data.append({**stack, "hovertemplate": "%{y:.2f} s"})
-    return figure(
-        data,
-        height=270,
-        barmode="stack",
-        bargap=0.15,
-        barcornerradius=0,
-        legend={**LEGEND, "traceorder": "normal"},
-        xaxis=step_axis(len(spent), x_title(len(spent), _MAX_BARS)),
-        yaxis=axis("seconds per step"),
-        hovermode="x unified",
-    )
+    stacked = {"barmode": "stack", "bargap": 0.15, "barcornerradius": 0, "legend": {**LEGEND, "traceorder": "normal"}}
+    x_axis = step_axis(len(spent), x_title(len(spent), _MAX_BARS))
+    y_axis = axis("seconds per step")
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified", **stacked)
 
 
 def throughput(record: RunRecord) -> Figure | None:

@@ -100,9 +100,13 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     _timeline(page, record)
     if samples:
         page.section("Samples", _SAMPLES, samples, layout="column")
-    _lag(page, record)
+    lag = page.figure("Lag of trained tokens", run_figures.lag_histogram(record), "No batch has been trained yet.")
+    lags = page.figure("Lag over steps", run_figures.lag_over_steps(record), "No batch has been trained yet.")
+    page.section("Lag", _LAG, lag, lags)
     _tokens(page, record, summary)
-    _time(page, record)
+    times = page.figure("Time per step", run_figures.time_split(record), "No step has ended yet.")
+    speeds = page.figure("Throughput", run_figures.throughput(record), "No step has ended yet.")
+    page.section("Time", _TIME, times, speeds)
     _health(page, record)
     page.add("<section><h2>All numbers</h2>")
     page.add(f'<div class="card">{table(summary_rows(summary))}</div>')
@@ -123,34 +127,16 @@ def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
 
 def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
     lag = s.lag
+    off_policy = f"p95 {lag.p95}, max {lag.max}; {lag.off_policy_fraction:.0%} of tokens off-policy" if lag else ""
+    decoded = f"trained, of the whole loop; rollout decodes {number(s.rollout_tokens_per_s, ',.0f')}/s"
+    without_gradient = f"{s.fraction(s.without_gradient):.1%} without a gradient"
+    prefilled = f"{s.reprefilled_tokens:,} tokens prefilled again"
     return [
         ("Held-out accuracy", *_accuracy_tile(s.accuracy_before, s.accuracy_after)),
-        (
-            "Training throughput",
-            number(s.trained_tokens_per_s, ",.0f"),
-            "tokens/s",
-            f"trained, of the whole loop; rollout decodes {number(s.rollout_tokens_per_s, ',.0f')}/s",
-        ),
-        (
-            "Lag",
-            number(lag.batch if lag else None, ".2f"),
-            "versions",
-            f"p95 {lag.p95}, max {lag.max}; {lag.off_policy_fraction:.0%} of tokens off-policy"
-            if lag
-            else "no batch yet",
-        ),
-        (
-            "Wasted by the rollout",
-            f"{s.fraction(s.wasted_by_rollout):.1%}",
-            "of tokens",
-            f"{s.fraction(s.without_gradient):.1%} without a gradient",
-        ),
-        (
-            "Resumes",
-            number(s.resumes_per_sample, ".2f"),
-            "per sample",
-            f"{s.reprefilled_tokens:,} tokens prefilled again",
-        ),
+        ("Training throughput", number(s.trained_tokens_per_s, ",.0f"), "tokens/s", decoded),
+        ("Lag", number(lag.batch if lag else None, ".2f"), "versions", off_policy or "no batch yet"),
+        ("Wasted by the rollout", f"{s.fraction(s.wasted_by_rollout):.1%}", "of tokens", without_gradient),
+        ("Resumes", number(s.resumes_per_sample, ".2f"), "per sample", prefilled),
         ("Peak memory", bytes_text(s.peak_memory_bytes).removesuffix(" GiB"), "GiB", "of the training process"),
     ]
 
@@ -217,15 +203,6 @@ def window_label(window: StepWindow) -> str:
     return f"steps {window.first_step}–{window.last_step}"
 
 
-def _lag(page: Page, record: RunRecord) -> None:
-    page.section(
-        "Lag",
-        _LAG,
-        page.figure("Lag of trained tokens", run_figures.lag_histogram(record), "No batch has been trained yet."),
-        page.figure("Lag over steps", run_figures.lag_over_steps(record), "No batch has been trained yet."),
-    )
-
-
 def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
     fate = fate_bar(_fates(record.timeline, summary))
     cards = [
@@ -245,15 +222,6 @@ def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]
         fate = "wasted by the rollout" if cause.is_by_rollout else "without a gradient"
         fates.append((f"{fate}: {cause.replace('_', ' ')}", WASTE_COLOURS[cause], tokens))
     return fates
-
-
-def _time(page: Page, record: RunRecord) -> None:
-    page.section(
-        "Time",
-        _TIME,
-        page.figure("Time per step", run_figures.time_split(record), "No step has ended yet."),
-        page.figure("Throughput", run_figures.throughput(record), "No step has ended yet."),
-    )
 
 
 def _health(page: Page, record: RunRecord) -> None:

@@ -119,9 +119,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         loop_s=loop_s or None,
         accuracy_before=before,
         accuracy_after=after,
-        accuracy_by_dataset={
-            n.removeprefix("accuracy/"): _first_and_last(rows, n) for n in accuracies_by_dataset(rows)
-        },
+        accuracy_by_dataset={n.partition("/")[2]: _first_and_last(rows, n) for n in accuracies_by_dataset(rows)},
         reward_first=_mean(rewards[:tenth]),
         reward_last=_mean(rewards[-tenth:]),
         decoded_tokens=decoded,

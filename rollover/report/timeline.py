@@ -366,15 +366,10 @@ class _Fold:
     def _consume(self, event: BatchConsumed) -> None:
         groups = [[self._change(i, trained_step=event.step) for i in self._kept(g)] for g in event.group_ids]
         samples = [sample for group in groups for sample in group]
+        spans = (((span.policy_version, span.num_tokens) for s in group for span in s.spans) for group in groups)
+        lag, num_resumes = BatchLag.counted(event.step, spans), sum(s.num_resumes for s in samples)
         self.steps[event.step] = ConsumedStep(
-            step=event.step,
-            consumed_s=event.time_s,
-            num_samples=len(samples),
-            num_resumes=sum(s.num_resumes for s in samples),
-            lag=BatchLag.counted(
-                event.step,
-                (((span.policy_version, span.num_tokens) for s in group for span in s.spans) for group in groups),
-            ),
+            step=event.step, consumed_s=event.time_s, num_samples=len(samples), num_resumes=num_resumes, lag=lag
         )
 
     def _restart(self, event: Restarted) -> None:

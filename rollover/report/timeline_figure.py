@@ -32,18 +32,14 @@ def gantt(timeline: Timeline, window: StepWindow, *, origin_s: float) -> Figure:
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
     data.append(_active(active if len(active) <= _MAX_CHANGES else measures.evenly(active, _MAX_CHANGES), origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
+    title = f"samples (one group in {every})" if every > 1 else "samples"
+    rows_shown = {"showticklabels": False, "showgrid": False, "range": [len(rows) - 0.3, -0.7]}
     return figure(
         data,
         height=max(320, min(680, 230 + 8 * len(rows))),
         **OF_BARS,
         xaxis=axis("seconds since the first rollout", showgrid=False, anchor="y2", range=[start, stop]),
-        yaxis=axis(
-            f"samples (one group in {every})" if every > 1 else "samples",
-            domain=[0.24, 1.0],
-            showticklabels=False,
-            showgrid=False,
-            range=[len(rows) - 0.3, -0.7],
-        ),
+        yaxis=axis(title, domain=[0.24, 1.0], **rows_shown),
         yaxis2=axis("active", domain=[0.0, 0.2], anchor="x", rangemode="tozero", nticks=4),
         shapes=[*training_bands(timeline, window, origin_s), *_restarts(timeline, window, origin_s)],
     )
@@ -188,15 +184,8 @@ def training_bands(timeline: Timeline, window: StepWindow, origin_s: float) -> l
         start_s = max(step.consumed_s, window.start_s)
         end_s = min(published.get(step.step + 1, step.consumed_s), window.end_s)
         if end_s > start_s:
-            bands.append(
-                {
-                    **_upright(start_s - origin_s, end_s - origin_s),
-                    "type": "rect",
-                    "fillcolor": "--band",
-                    "line": {"width": 0},
-                    "layer": "below",
-                }
-            )
+            filled = {"type": "rect", "fillcolor": "--band", "line": {"width": 0}, "layer": "below"}
+            bands.append({**_upright(start_s - origin_s, end_s - origin_s), **filled})
     return bands
 
 

@@ -268,16 +268,8 @@ class Evaluator:
         async for chunk in complete(self._engine, request):
             end_s = self._clock.now_s()
             is_turn = turn_limit is not None and chunk.finish_reason is FinishReason.STOP
-            trajectory = trajectory.extended(
-                Segment(
-                    policy_version=chunk.policy_version,
-                    token_ids=chunk.token_ids,
-                    rollout_logprobs=chunk.logprobs,
-                    finish_reason=FinishReason.TURN if is_turn else chunk.finish_reason,
-                    kv_version=chunk.kv_version,
-                    start_s=start_s,
-                    end_s=end_s,
-                )
-            )
+            reason = FinishReason.TURN if is_turn else chunk.finish_reason
+            tokens = chunk.policy_version, chunk.token_ids, chunk.logprobs
+            trajectory = trajectory.extended(Segment(*tokens, reason, chunk.kv_version, start_s, end_s))
             start_s = end_s
         return trajectory

@@ -70,11 +70,7 @@ class AnswerWriter:
         return self._encoder.encode(question, where="messages").token_ids
 
     def write(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        last_id: int,
-        columns: Mapping[str, Any],
-        tools: Sequence[Any] = (),
+        self, messages: Sequence[Mapping[str, Any]], last_id: int, columns: Mapping[str, Any], tools: Sequence[Any] = ()
     ) -> tuple[int, ...]:
         arguments = row_arguments(columns, "messages")
         ids = self._encoder.answer(messages, arguments, tools=tools, where="messages")

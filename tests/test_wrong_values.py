@@ -215,7 +215,11 @@ def test_several_end_tokens_of_the_models_configs_all_end_a_response(experiment:
 
 
 DRY: list[tuple[dict[str, Any], list[str], str]] = [
-    ({"text": "a"}, [], "none of the columns prompt, question, problem, query, instruction, input, messages exists"),
+    (
+        {"text": "a"},
+        [],
+        "none of the columns prompt, question, problem, query, instruction, input, messages, conversations exists",
+    ),
     ({"prompt": ""}, [], "the prompt is blank"),
     ({"messages": [{"role": "user", "content": "a"}], "answer": "a"}, [], "chat template"),
     ({"prompt": "a"}, ["--tasks.train.0.reward", "{kind = 'exact'}"], "none of the columns answer, label"),

@@ -42,8 +42,11 @@ def is_messages(content: Any) -> bool:
 
 
 def parsed(content: Any) -> Any:
-    """Return messages that are given as JSON text as messages, and anything else unchanged."""
+    """Return messages that are JSON text, or have the keys of ShareGPT, as messages, and anything else unchanged."""
     found = _read(content, "[{")
+    if isinstance(found, list) and all(isinstance(m, Mapping) and {"from", "value"} <= m.keys() for m in found):
+        roles, given = {"human": "user", "gpt": "assistant", "observation": "tool"}, dict.fromkeys(("from", "value"))
+        found = [{**m, **given, "role": roles.get(str(m["from"]), m["from"]), "content": m["value"]} for m in found]
     return found if is_messages(found) else content
 
 

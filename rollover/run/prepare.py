@@ -100,7 +100,7 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> None:
     plain = replace(
         config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
     )
-    source = train_source(plain, build_tokenizer([]), seed=_warmup_seed(config))
+    source = train_source(plain, build_tokenizer([]), seed=_warmup_seed(config), teaches=config.sft is not None)
     prompts = (source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS))
     texts = (f"{p.text}\n{source.solution(p)}" if config.sft is not None else p.text for p in prompts)
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
@@ -116,7 +116,9 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
     tasks = replace(config.tasks, train=config.warmup_sources)
-    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out)
+    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out, teaches=True)
+    if source.left_out:
+        progress.message(f"warm-up: {source.left_out}")
 
     def on_progress(done: SFTProgress) -> None:
         progress.warmup(done.step + 1, warmup.num_steps, done.loss)

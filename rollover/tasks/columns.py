@@ -28,7 +28,7 @@ from rollover.environments.columns import (
 from rollover.errors import DataError
 from rollover.tasks.messages import Question, messages_of, read_json, read_question
 
-PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations")
 _SYSTEM = ("system", "system_prompt")
 ALPACA = ("instruction", "input", "output")
 """Columns of Alpaca's rows: the prompt is the first two, of which the second may be blank, and the answer the third."""
@@ -132,7 +132,7 @@ class ColumnMap:
         value = self._prompt_of(row, where)
         if not is_messages(content := parsed(value)):
             return content
-        return split_conversation(read_json(value, where) if isinstance(value, str) else content, where).prompt
+        return split_conversation(parsed(read_json(value, where)) if isinstance(value, str) else content, where).prompt
 
     def _prompt_of(self, row: Mapping[str, Any], where: str) -> Any:
         return _require(row, self._paths[0], key=self._prompt_key, where=where)

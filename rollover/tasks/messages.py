@@ -92,8 +92,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: a message is a table with role and content, got {type(message).__name__}")
     found = {key: value for key, value in message.items() if value is not None and key not in FACTS}
-    if {"from", "value"} <= found.keys():
-        raise DataError(f"{where}: the keys are 'from' and 'value'; rename them to 'role' and 'content'")
     if not isinstance(role := found.get("role"), str) or not role:
         raise DataError(f"{where}: the message has no role; the keys are {', '.join(message)}")
     if not _ROLE.fullmatch(role):

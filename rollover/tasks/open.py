@@ -74,13 +74,14 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def train_source(
-    config: TasksConfig, tokenizer: Any, *, seed: int, held_out: Collection[str] = frozenset()
+    config: TasksConfig, tokenizer: Any, *, seed: int, held_out: Collection[str] = frozenset(), teaches: bool = False
 ) -> PromptSource:
-    """Open the training mixture, without the prompts that ask what ``held_out`` contains. Raises ``DataError`` for
-    anything wrong with a source."""
+    """Open the training mixture, without the prompts that ask what ``held_out`` contains and, if it ``teaches``, rows
+    without a response to learn. Raises ``DataError`` for anything wrong with a source."""
     if not config.train:
         raise DataError(NO_SOURCE)
-    sources = [open_source(each, config, tokenizer, seed=seed, held_out=held_out) for each in config.train]
+    given: dict[str, Any] = {"seed": seed, "held_out": held_out, "teaches": teaches}
+    sources = [open_source(source, config, tokenizer, **given) for source in config.train]
     if len(sources) == 1:
         return sources[0]
     return MixtureSource(sources, [source.weight for source in config.train])
@@ -100,6 +101,7 @@ def open_source(
     *,
     seed: int,
     held_out: Collection[str] = (),
+    teaches: bool = False,
     num_prompts: int | None = None,
 ) -> RowSource | EndlessSource:
     """Open a source for training or, with the number of prompts, for evaluation. Raises ``DataError`` for anything
@@ -108,16 +110,15 @@ def open_source(
     encoder = encoder_of(source, config, tokenizer)
     rows = source.open(gym_seed(role, source.name, seed))
     num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
+    common: dict[str, Any] = {"name": name, "held_out": held_out, "teaches": teaches}
     if num_rows is not None:
         shuffle = config.shuffle and num_prompts is None
-        return RowSource(
-            source, rows, encoder, name=name, held_out=held_out, num_rows=num_rows, seed=seed, shuffle=shuffle
-        )
+        return RowSource(source, rows, encoder, num_rows=num_rows, seed=seed, shuffle=shuffle, **common)
     if config.curriculum is not None:
         raise DataError(
             f"tasks.curriculum needs rows that come again, and source {source.name!r} has none: set its limit"
         )
-    return EndlessSource(source, rows, encoder, name=name, held_out=held_out)
+    return EndlessSource(source, rows, encoder, **common)
 
 
 def _fewest(*nums_rows: int | None) -> int | None:
@@ -150,14 +151,13 @@ def check_source(
     tokenizer: Any,
     *,
     seed: int = 0,
-    held_out: Collection[str] = (),
-    num_prompts: int | None = None,
+    **chosen: Any,
 ) -> tuple[RowSource | EndlessSource, Prompt] | None:
     """Open a source as ``open_source`` does, and its rewards and environment. Return it with the first prompt that a
     run takes, or nothing if that needs a download. Raises ``DataError`` as a run would."""
     if source.look_up():
         return None
-    opened = open_source(source, config, tokenizer, seed=seed, held_out=held_out, num_prompts=num_prompts)
+    opened = open_source(source, config, tokenizer, seed=seed, **chosen)
     for spec in opened.reward_specs:
         spec.config.check(spec)
         spec.config.build(spec)

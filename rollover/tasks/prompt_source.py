@@ -67,6 +67,7 @@ class _DatasetSource:
     Args:
         name: of the source in prompt ids and metrics.
         held_out: texts that ``asked`` returns of prompts that are left out.
+        teaches: whether each row must have a response to learn.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class _DatasetSource:
         *,
         name: str,
         held_out: Collection[str] = (),
+        teaches: bool = False,
     ) -> None:
         self._config = config
+        self._teaches = teaches
         self._rows = rows
         self._encoder = encoder
         self._name = name
@@ -132,6 +135,9 @@ class _DatasetSource:
         else:
             try:
                 self._config.references(self._columns, values, where)
+                if self._teaches and self._config.environment is None:
+                    row = Prompt(prompt_id=where, token_ids=(), text="", source=self._name, columns=values)
+                    self.solution(row)
             except NoAnswer as error:
                 cause, self._first_fault = _NO_ANSWER, self._first_fault or f"; {error}"
         self._causes.update([cause] if cause else [])
@@ -160,13 +166,12 @@ class RowSource(_DatasetSource):
         rows: DatasetRows,
         encoder: PromptEncoder,
         *,
-        name: str,
-        held_out: Collection[str] = (),
         num_rows: int,
         seed: int,
         shuffle: bool,
+        **common: Any,
     ) -> None:
-        super().__init__(config, rows, encoder, name=name, held_out=held_out)
+        super().__init__(config, rows, encoder, **common)
         self._seed = seed
         self._shuffle = shuffle
         self.num_given = num_rows

@@ -69,6 +69,8 @@ def test_a_pattern_gives_its_first_group_or_the_whole_match() -> None:
         ("<answer>paris, France</answer>", "Paris, France", 0.0),
         ("Paris, France", "Paris, France", 0.0),
         ("<answer>7</answer>", 7, 1.0),
+        ("<answer>7</answer>", 7.0, 1.0),
+        ("<answer>7.5</answer>", 7.5, 1.0),
         ("<answer>b</answer>", ["a", "b"], 1.0),
         ("<answer>c</answer>", ["a", "b"], 0.0),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 
@@ -23,6 +24,10 @@ def user(content: Any) -> dict[str, Any]:
 
 def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
+
+
+def said(speaker: str, text: str) -> dict[str, Any]:
+    return {"from": speaker, "value": text}
 
 
 TRUTH = {"style": "rule", "ground_truth": "2"}
@@ -110,15 +115,27 @@ SHAPES = (
         {"prompt": [user([{"type": "image"}])], "answer": "2"},
         refused='a part is {"type": "image"}; leave',
     ),
-    Shape("ShareGPT", {"messages": [{"from": "human", "value": "1"}], "answer": "2"}, refused="'role' and 'content'"),
+    Shape("ShareGPT", {"conversations": [said("human", "1"), said("gpt", "2")]}, "1", "2"),
+    Shape("ShareGPT, messages", {"messages": [said("human", "1")], "answer": "2"}, "1", "2"),
     Shape(
-        "ShareGPT, chosen",
-        {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]},
-        refused="the keys are 'from' and 'value'; rename them",
-        prompt="conversations",
+        "ShareGPT with a history, as JSON text",
+        {"conversations": json.dumps([*map(said, ("system", "human", "gpt", "human", "gpt"), "01234")])},
+        "0 1 2 3",
+        "4",
     ),
-    Shape("conversations", {"conversations": [user("1")], "answer": "2"}, refused="set prompt_column"),
-    Shape("conversations, chosen", {"conversations": [user("1")], "answer": "2"}, "1", "2", prompt="conversations"),
+    Shape(
+        "ShareGPT with a call",
+        {"conversations": [said("human", "1"), said("function_call", "2"), said("observation", "3"), said("gpt", "4")]},
+        refused="drops the text of a message with role 'function_call'",
+    ),
+    Shape(
+        "ShareGPT, mixed with roles",
+        {"conversations": [said("human", "1"), assistant("2")]},
+        refused="the message has no role; the keys are from, value",
+        answer="conversations",
+    ),
+    Shape("conversations", {"conversations": [user("1")], "answer": "2"}, "1", "2"),
+    Shape("conversations and a prompt", {"conversations": [user("1")], "prompt": "2"}, refused="set prompt_column"),
     Shape("a nested prompt", {"data": {"ask": "1"}, "answer": "2"}, "1", "2", prompt="data.ask"),
     Shape("tools", {"prompt": [user("1")], "tools": [TOOL], "answer": "2"}, "add 1", "2"),
     Shape("tools as JSON text", {"prompt": "1", "tools": '[{"name": "add"}]', "answer": "2"}, "add 1", "2"),

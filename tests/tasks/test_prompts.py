@@ -75,7 +75,7 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
         (CHAT, TasksConfig(), [{"role": "user"}], "line 3, message 1: content is text or a list of parts, got null"),
         (CHAT, TasksConfig(), [{"role": "user", "content": 7}], "content is text or a list of parts, got 7"),
         (CHAT, TasksConfig(), [{"role": "user", "content": " "}], "the text of the user's message is blank"),
-        (CHAT, TasksConfig(), [{"from": "human", "value": "hi"}], "rename them to 'role' and 'content'"),
+        (CHAT, TasksConfig(), [{"from": "human", "value": "hi"}], "the message has no role; the keys are from, value"),
         (
             CHAT,
             TasksConfig(),

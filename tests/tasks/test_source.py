@@ -280,7 +280,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [{"text": "1+1", "answer": "2"}],
             {},
-            "line 1: none of the columns prompt, question, problem, query, instruction, input, messages exists; "
+            "line 1: none of the columns prompt, question, problem, query, instruction, input, messages, conversations exists; "
             "the columns are text, answer; set prompt_column of source 'file'",
         ),
         (
@@ -339,6 +339,15 @@ def test_a_broken_file_is_told_with_its_line_and_mend(
 MATH, HASHES = MathVerifyConfig(), ExactConfig(workers=0, reference_extract="hashes")
 LAST = ExactConfig(workers=0, extract="hashes")
 WORKED = "1+1\n#### 2"
+
+
+def test_a_row_without_a_response_to_learn_is_left_out_of_a_warm_up(tmp_path: Path) -> None:
+    judge = JudgeConfig(url="http://h/v1", model="m")
+    rows = [{"instruction": "1+1", "output": output} for output in ("2", None, ["2"], 2)]
+    config = TasksConfig(train=(jsonl(tmp_path / "a.jsonl", *rows, reward=judge),))
+    assert train_source(config, char_tokenizer(), seed=0).left_out == ""
+    left_out = train_source(config, char_tokenizer(), seed=0, teaches=True).left_out
+    assert "leaves out 2 of 4 rows" in left_out and "a.jsonl, line 2: no column to learn from" in left_out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.rewards.extraction import (
+    MARKED,
     ExtractionSettings,
     ReferenceExtraction,
     extract_answer,
@@ -34,7 +35,7 @@ class ExactConfig(ExtractionSettings):
 
     def references(self, spec: RewardSpec, columns: Mapping[str, Any]) -> list[str]:
         texts = reference_texts(spec, columns, self.reference_extract)
-        marked = {"hashes": "#### {}", "tag": "<answer>{}</answer>"}.get(self.extract, "")
+        marked = MARKED.get(self.extract, "")
         for text in map(_squeezed, texts if marked else ()):
             if extract_answer(marked.format(text), self.extract) != text:
                 raise RewardError(

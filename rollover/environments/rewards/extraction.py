@@ -15,6 +15,9 @@ from rollover.errors import RewardError
 Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
 ReferenceExtraction = Literal["whole", "hashes", "last_line"]
 
+MARKED = {"hashes": "#### {}", "tag": "<answer>{}</answer>"}
+"""Form of an answer by the extraction that reads no other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSettings(RewardSettings):
@@ -105,7 +108,8 @@ def reference_texts(spec: RewardSpec, columns: Mapping[str, Any], how: Reference
         if isinstance(one, bool) or not isinstance(one, (str, int, float)):
             shown = json.dumps(one, default=str)[:60]
             raise RewardError(f"the reference answer {shown} is neither text nor a number; set answer_column to text")
-        text = extract_answer(str(one), how)
+        whole = isinstance(one, float) and one.is_integer() and abs(one) < 1e15  # 5.0 in a column with a gap
+        text = extract_answer(str(int(one) if whole else one), how)
         if not text:
             lack = "has no '####'" if text is None else "is blank"
             raise RewardError(f"the reference answer {str(one)[-60:]!r} {lack} (reward.reference_extract = {how!r})")

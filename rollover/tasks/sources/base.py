@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollover.environments.columns import parsed, read_column, read_conversation
+from rollover.environments.columns import has_value, parsed, read_column, read_conversation
 from rollover.environments.episodes import EnvironmentConfig
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
@@ -132,8 +132,8 @@ class DatasetSettings(SourceSettings):
     """Path of the file (jsonl, parquet), or hub id or folder (hf)."""
     prompt_column: str | tuple[str, ...] | None = None
     """Column of the prompt, text or messages; dots address fields of structures. Several columns of text are joined by
-    an empty line. Unset: the one column among ``prompt, question, problem, query, instruction, input, messages``. An
-    assistant's turn that ends the messages is not part of the prompt: supervised
+    an empty line. Unset: the one column among ``prompt, question, problem, query, instruction, input, messages,
+    conversations``. An assistant's turn that ends the messages is not part of the prompt: supervised
     fine-tuning teaches it, and it is the reference answer if there is no answer column."""
     answer_column: str | None = None
     """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,
@@ -188,12 +188,14 @@ class DatasetSettings(SourceSettings):
         names = (*ANSWER_COLUMNS, ALPACA[2]) if ALPACA[0] in prompt.columns else ANSWER_COLUMNS
         key = f"source {self.name!r}: answer_column"
         column = self.answer_column or find_column(prompt.columns, names, where=where, key=key)
-        if column is None:
-            raise DataError(
+        if column is None or not has_value(prompt.columns, column):
+            raise NoAnswer(
                 f"{where}: no column to learn from; set answer_column of source {self.name!r}"
                 f" (columns: {', '.join(prompt.columns)})"
             )
-        return str(read_column(prompt.columns, column))
+        if not isinstance(text := read_column(prompt.columns, column), str | int | float):
+            raise NoAnswer(f"{where}: column {column!r} is {type(text).__name__}, and only text can be taught")
+        return str(text)
 
     def _not_empty(self, rows: DatasetRows) -> DatasetRows:
         if rows.num_rows == 0:

@@ -18,6 +18,9 @@ from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import FileSettings
 
 _OTHER = {b"\x1f\x8b": "compressed by gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_CONVERT = (
+    "fix the line, or convert a file of another form, as pandas does: `.to_json(path, orient='records', lines=True)`"
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON text, alone or in a pair, whose value needs a closer look."""
 
@@ -69,14 +72,15 @@ class JsonlRows:
         return f"{self._path}, line {self._lines[row]}"
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        mend = _CONVERT if number == 1 else "fix or delete the line"
         try:
             value = parse_json(line, unique_keys=True)
         except ValueError as error:
             if kind := _OTHER.get(line[:2]):
                 raise DataError(f"{self._path} is {kind}, not JSON lines in UTF-8; convert it") from None
-            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); fix or delete the line") from None
+            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); {mend}") from None
         if not isinstance(value, dict):
-            raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")
+            raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}; {mend}")
         if _SURROGATE.search(line) and (half := _half_a_character(value)):
             raise DataError(
                 f"{self._path}, line {number}: {half!r} is half a character (a lone surrogate), not text;"

@@ -71,7 +71,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     work = Jobs()
     for name in ("train", "sft", "evaluate"):
         monkeypatch.setattr(jobs, name, work.named(name))
-    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config: [f"{config.steps} steps"])
+    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config, job: [f"{config.steps} steps"])
     return work
 
 
@@ -433,7 +433,7 @@ def test_a_full_disk_behind_stdout_does_not_end_the_work(
 
 
 def test_characters_that_an_encoding_lacks_are_escaped(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config: ["12 steps · 3 ± 1 µs"])
+    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config, job: ["12 steps · 3 ± 1 µs"])
     with Path("out").open("w", encoding="latin-1", errors="strict") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main(["train", "run.toml", "--dry-run", "--logging.run_name", "→"]) == 0

@@ -70,7 +70,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
         config = _checkpoint_config(Path(name), overrides, stack) if of_run else load(name, overrides)
         config, notes = completed(config, job)
         if dry_run:
-            show_plan(ctx, config, notes)
+            show_plan(ctx, config, notes, job)
             return
         for note in notes:
             click.echo(note, err=True)
@@ -132,14 +132,14 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
                 click.echo(f"report: {run.report}")
 
 
-def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
+def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = (), job: str = "train") -> None:
     """Print the plan as comments above the config: the output is itself a config file, except for secrets."""
     from rollover.run.dry_run import dry_run
     from rollover.settings import toml
     from rollover.settings.plain import resolved
 
     redactor = _redactor(ctx, config)
-    for line in (*map(redactor.text, notes), *dry_run(config)):
+    for line in (*map(redactor.text, notes), *dry_run(config, job)):
         click.echo(f"# {line}")
     click.echo(f"\n{toml.dumps(redactor.value(resolved(config, for_file=True)))}", nl=False)
 

@@ -17,6 +17,7 @@ from rollover.hf.pieces import pieces
 from rollover.privacy import Redactor
 from rollover.report.samples import blanked
 from rollover.run.config import RunConfig, check_context
+from rollover.run.reference_scores import reference_scores
 from rollover.settings.plain import resolved
 from rollover.types import Prompt
 
@@ -25,9 +26,9 @@ _SHOWN_END = 16
 """Tokens of these that are the last of the prompt, where the response begins."""
 
 
-def dry_run(config: RunConfig) -> list[str]:
-    """Describe in sentences, without secrets, what a run of ``config`` would do, and check everything that needs no
-    loading of weights.
+def dry_run(config: RunConfig, job: str = "train") -> list[str]:
+    """Describe in sentences, without secrets, what ``job`` (a function of ``rollover.run.jobs``) would do with
+    ``config``, and check everything that needs no loading of weights.
 
     Raises:
         ModelError: the model's folder or its tokenizer is missing, or the trainer or the engine would refuse it.
@@ -41,6 +42,10 @@ def dry_run(config: RunConfig) -> list[str]:
     parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         *(_model, check_devices, check_engine, _steps, _adapters, _biases, _variants, _sources, memory_lines),
     )
+    if job == "evaluate":
+        sft = config.sft and replace(config.sft, sources=config.warmup_sources)
+        config = replace(config, sft=sft, tasks=replace(config.tasks, train=()))
+        parts = (_model, check_devices, check_engine, _sources)
     redact = Redactor(resolved(config), prose=True).text
     return [printable(redact(line)) for part in parts for line in part(config)]
 
@@ -57,7 +62,7 @@ def _model(config: RunConfig) -> Iterator[str]:
     folder = resolve_model(config.model.path, weights=False)
     model = read_model_config(folder, weights=Path(config.model.path).is_dir())
     if isinstance(context := model.get("max_position_embeddings"), int):
-        check_context(config, context)
+        check_context(config, context, ("rollout", "eval") if config.tasks.train else ("eval",))
     yield f"model: {config.model.path} ({model['model_type']})"
 
 
@@ -127,8 +132,9 @@ def _sources(config: RunConfig) -> Iterator[str]:
     found = [(role, source, trained(source, tasks, tokenizer)) for role, sources in roles for source in sources]
     for role, source, checked in [*found, *(("eval", *each) for each in evaluation)]:
         opened, first = checked or (None, None)
-        if opened and source in taught and role != "eval":
-            next(examples(opened, tokenizer, end=tokenizer.eos_token_id, lessons=lessons))
+        worked = trained(source, tasks, tokenizer, teaches=True) if source in taught and role != "eval" else None
+        if worked:
+            next(examples(worked[0], tokenizer, end=tokenizer.eos_token_id, lessons=lessons))
         size = f", {opened.num_given} rows" if isinstance(opened, RowSource) else ""
         size += ", which a run downloads: its rows have not been checked" * (checked is None)
         reply = f"; {opened.reply}" if opened and opened.reply else ""
@@ -136,10 +142,17 @@ def _sources(config: RunConfig) -> Iterator[str]:
         yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
         for reward in source.all_rewards:
             yield from (f"  {finding}" for finding in reward.findings())
-        if opened and opened.left_out:
-            yield f"  warning: {opened.left_out}"
+        for part, each in (("", opened), ("warm-up: ", worked and worked[0])):
+            if each and each.left_out:
+                yield f"  warning: {part}{each.left_out}"
         if opened and first:
             yield from _first_prompt(config, first, opened.references(first), tokenizer)
+        if opened and source.environment is not None:
+            yield "  its reference answers were not scored: an environment answers the turns"
+        elif opened and role != "sft":
+            siblings, is_taught = config.rollout.group_size, config.sft is not None
+            scores = reference_scores(opened, tokenizer, group_size=siblings, is_taught=is_taught)
+            yield from (f"  {line}" for line in scores)
     if config.model.path is not None:
         ends = response_ends(folder, tokenizer, tasks)
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"

@@ -286,6 +286,18 @@ def test_eval_reports_pass_at_k_on_every_source(experiment: Path, capsys: pytest
     assert "…" not in table, "it fits 80 columns"
 
 
+def test_a_dry_run_of_an_evaluation_needs_no_rows_to_train_on(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN.replace("unseen.jsonl", "letters.jsonl"))
+    argv = ["run.toml", "--dry-run", "--eval.max_new_tokens", "8"]
+    assert cli.main(["train", *argv]) == 2
+    assert "is an evaluation prompt" in capsys.readouterr().err
+    assert cli.main(["eval", *argv, "--rollout.max_new_tokens", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "# eval source unseen: jsonl" in out and "# each step trains" not in out and "# train source" not in out
+
+
 def test_eval_of_a_run_measures_its_newest_checkpoint(experiment: Path) -> None:
     Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
     run = train("--steps", "2")

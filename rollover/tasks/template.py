@@ -176,7 +176,10 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if is_text(message, "content") and (times := order.count(words[message["content"]])) != 1:
                 what = "repeats" if times else "drops"
-                raise DataError(f"the chat template {what} the text of a message with role {message['role']!r}")
+                raise DataError(
+                    f"the chat template {what} the text of a message with role {message['role']!r}: name a template"
+                    " that does not in tasks.chat_template_file, or change the row"
+                )
             if dropped := [key for key in message if self._drops(key, number, messages, sample, tools, arguments)]:
                 raise DataError(
                     f"the chat template drops {', '.join(map(repr, dropped))} of message {number + 1}, whose role is"

@@ -178,6 +178,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (written("config.json", "[" * 20000), "wrong/config.json is not a model config: it cannot be read"),
     (written("config.json", "[]"), "wrong/config.json is not a model config: expected a table of keys, got list"),
     (changed(eos_token_id=[0, "x"]), "eos_token_id must be a token id or a list of them, got [0, 'x']"),
+    (changed(model_type="foo"), "model_type 'foo' cannot be trained: Unrecognized model identifier: foo"),
     (changed(layer_types=3), "layer_types must be a list, got 3"),
     (changed(hidden_size="x"), "hidden_size must be a whole number above 0, got 'x'"),
     (changed(hidden_size=-1), "hidden_size must be a whole number above 0, got -1"),

@@ -137,8 +137,8 @@ class RewardScorer:
                 await asyncio.gather(*(rate(rater, [i]) for i in members))
         scores = [failure or self._score(prompt.source, found) for failure, found in zip(failures, values, strict=True)]
         num_failed = sum(failure is not None for failure in failures)
-        more = {"num_scored": len(samples) - num_failed, "num_failed": num_failed, "num_late": len(late)}
-        more |= {"num_retried": num_retried, "busy_s": time.perf_counter() - started_s}
+        more: dict[str, Any] = {"num_scored": len(samples) - num_failed, "num_failed": num_failed}
+        more |= {"num_late": len(late), "num_retried": num_retried, "busy_s": time.perf_counter() - started_s}
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + one for name, one in more.items()})
         return scores
 

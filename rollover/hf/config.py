@@ -56,7 +56,7 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     """
     path, config = folder / "config.json", read_config(folder)
     model_type, layer_types = config.get("model_type"), config.get("layer_types") or ()
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise ModelError(f"{path} is not a model config: it has no 'model_type'")
     if not isinstance(layer_types, list | tuple):
         raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")

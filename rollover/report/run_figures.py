@@ -192,10 +192,9 @@ def time_split(record: RunRecord) -> Figure | None:
         seconds = [fmean([of_step[phase] for _, of_step in part]) for part in parts]
         stack = bar([part[0][0] for part in parts], seconds, phase, PHASE_COLOURS[phase])
         data.append({**stack, "hovertemplate": "%{y:.2f} s"})
-    stacked = {"barmode": "stack", "bargap": 0.15, "barcornerradius": 0, "legend": {**LEGEND, "traceorder": "normal"}}
-    x_axis = step_axis(len(spent), x_title(len(spent), _MAX_BARS))
-    y_axis = axis("seconds per step")
-    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified", **stacked)
+    stacked: dict[str, Any] = {"barmode": "stack", "bargap": 0.15, "barcornerradius": 0, "hovermode": "x unified"}
+    x_axis, legend = step_axis(len(spent), x_title(len(spent), _MAX_BARS)), {**LEGEND, "traceorder": "normal"}
+    return figure(data, height=270, xaxis=x_axis, yaxis=axis("seconds per step"), legend=legend, **stacked)
 
 
 def throughput(record: RunRecord) -> Figure | None:
@@ -261,15 +260,10 @@ def _small(
     data = band(*curves[0][1:], "--blue") if len(curves) == 1 else []
     for (name, x, y), colour in zip(curves, cycle(CURVE_COLOURS), strict=False):
         data.append(line(*coarsened(x, y), name, colour, line={"color": colour, "width": 1.6}))
-    return figure(
-        data,
-        height=height,
-        margin={"l": 40, "r": 8, "t": 30 if named else 8, "b": 28},
-        showlegend=named,
-        xaxis=step_axis(1, "") if len(curves[0][1]) == 1 else axis(showgrid=False, nticks=5),
-        yaxis=axis(nticks=4, exponentformat="e"),
-        hovermode="x unified",
-    )
+    margin, y_axis = {"l": 40, "r": 8, "t": 30 if named else 8, "b": 28}, axis(nticks=4, exponentformat="e")
+    x_axis = step_axis(1, "") if len(curves[0][1]) == 1 else axis(showgrid=False, nticks=5)
+    shown: dict[str, Any] = {"margin": margin, "showlegend": named, "hovermode": "x unified"}
+    return figure(data, height=height, xaxis=x_axis, yaxis=y_axis, **shown)
 
 
 def stretches(steps: Sequence[T], most: int = MAX_POINTS) -> list[Sequence[T]]:

@@ -33,7 +33,7 @@ def gantt(timeline: Timeline, window: StepWindow, *, origin_s: float) -> Figure:
     data.append(_active(active if len(active) <= _MAX_CHANGES else measures.evenly(active, _MAX_CHANGES), origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
     title = f"samples (one group in {every})" if every > 1 else "samples"
-    rows_shown = {"showticklabels": False, "showgrid": False, "range": [len(rows) - 0.3, -0.7]}
+    rows_shown: dict[str, Any] = {"showticklabels": False, "showgrid": False, "range": [len(rows) - 0.3, -0.7]}
     return figure(
         data,
         height=max(320, min(680, 230 + 8 * len(rows))),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.cluster.config import ClusterConfig
-from rollover.errors import require
+from rollover.errors import ModelError, require
 from rollover.hf.config import MODEL_CLASSES, read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import number_format
@@ -117,7 +117,13 @@ def _proved(config: RunConfig, model: Mapping[str, Any]) -> Iterator[str]:
 
     from rollover.trainer.proof import prove, prove_routes
 
-    if prove(AutoConfig.for_model(**model)) == "padded":
+    try:
+        shape = AutoConfig.for_model(**model)
+    except Exception as error:  # a type that transformers does not know, or a value that it refuses
+        own = "; code that comes with a model is not run" if "auto_map" in model else ""
+        reason = " ".join(str(error).partition(". ")[0].split())[:200]
+        raise ModelError(f"model_type {model['model_type']!r} cannot be trained: {reason}{own}") from None
+    if prove(shape) == "padded":
         yield f"trainer: a pass takes samples of model_type {model['model_type']!r} one by one, without shared prompts"
     if config.trainer.replay_routes:
         prove_routes(model)

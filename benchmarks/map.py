@@ -1,14 +1,15 @@
 """Where each strategy leads: gain over `sync` at a batch lag, for lengths, caches, trainers and replicas (simulated).
 
-    python benchmarks/map.py --out benchmarks/results/map-DATE.json  # 48 cells, one seed, a quarter of an hour
+    python benchmarks/map.py --out benchmarks/results/map-DATE.json  # 48 cells, one seed, 45 minutes
     python benchmarks/map.py --only light-8k/kept/one/1 --out map.json  # one cell; what is there is kept
 
 N = 32, G = 8, B0 = 256 for all replicas together, 1,600 tokens of prefill in the time of an iteration, whole groups,
-no staleness bound but where it is the setting. Each strategy runs with the settings below, on the lengths that `sync`
-has with that seed. Its gain at a lag is that of its two settings around the lag in turns (time per token is
-interpolated, `sync` being one end), its fastest setting if that is younger. Lag is the mean over batches of the mean
-age of their tokens. A trainer of its own takes 20 or 50 % of the loop of `sync`; with one machine training time is left
-out.
+no staleness bound but where it is the setting. A third of the steps is warm-up: overlapped rounds take some thirty
+steps to settle, and after that count batches that they collected before. Each strategy runs with the settings below, on
+the lengths that `sync` has with that seed. Its gain at a lag is that of its two settings around the lag in turns (time
+per token is interpolated, `sync` being one end), its fastest setting if that is younger. Lag is the mean over batches
+of the mean age of their tokens. A trainer of its own takes 20 or 50 % of the loop of `sync`; with one machine training
+time is left out.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1, help="more can be added to a record")
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=144)
     parser.add_argument("--only", default="*", help="a pattern of cells, PRESET/CACHES/TRAINER/REPLICAS, such as '*/1'")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,10 +19,14 @@ from rollover.frontier.sweep import MeanOverSeeds
 
 ROOT = Path(__file__).parent.parent
 COMPARE = "benchmarks/results/compare-2026-11-28.json"
-EQUAL_LAG = "benchmarks/results/rollout-lag-2026-11-28.json"
+EQUAL_LAG = "benchmarks/results/rollout-lag-*.json"
 MAP = "benchmarks/results/map-2026-11-28b.json"
 MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
+THEORY = "benchmarks/results/theory-2026-11-28.json"
+PREFILL = "benchmarks/results/prefill-2026-11-28.json"
+KILLS = "benchmarks/results/kills-2026-11-26.json"
+QUICKSTART = "benchmarks/results/quickstart-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 TOOL = "benchmarks/results/learning-tool-2026-11-28b.json"
 AGENT = "benchmarks/results/learning-agent-2026-11-28.json"
@@ -29,6 +36,11 @@ APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
 DOOR = "benchmarks/results/door-2026-11-28.json"
 ACCURACY = "benchmarks/results/learning-algorithms-2026-11-28.json"
+SOKOBAN_SCHEDULES = "benchmarks/results/learning-sokoban-schedules-2026-11-28.json"
+DRAWN = {"accuracy": ACCURACY, "accuracy-sokoban": SOKOBAN_SCHEDULES}
+"""Pictures of accuracy, and the records that `benchmarks/learning_figure.py` draws them from."""
+PUBLISHED_POINTS = 2.1
+"""Gain of accuracy that APRIL publishes."""
 PLANNER = "benchmarks/results/planner-2026-11-28b.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 GPU_GIB = 79.6
@@ -54,60 +66,95 @@ def rollout() -> str:
             "| one engine, long-tailed lengths, default settings | `sync` | `april`, the default | `rollover` |",
             "|---|---|---|---|",
             f"| trained tokens/s over rollout and weight update | {speeds} |",
-            f"| speed-up over `sync`, with the range of two repeats | 1× | {' | '.join(gains)} |",
+            f"| speed-up over `sync`, with the range of {len(runs[0]['gains'])} repeats | 1× | {' | '.join(gains)} |",
             f"| speed-up predicted by the simulator, given measured iteration times | 1× | {predicted} |",
             f"| lag of trained tokens, mean / max policy versions | {lags} |",
         ]
     )
 
 
+def with_margin(found: MeanOverSeeds, digits: int = 2, sign: str = "") -> str:
+    """Return a mean and half of its 95 % interval, which one value does not have."""
+    margin = "" if found.margin is None else f" ± {found.margin:.{digits}f}"
+    return f"{found.mean:{sign}.{digits}f}{margin}"
+
+
 def equal_lag() -> str:
     """Return the table of ``rollover`` over ``april`` at the lag of ``april``, by decoding; repeats are paired."""
-    found = record(EQUAL_LAG)
-    rows = []
-    for caches, recompute in (("lost", ", recompute"), ("kept", "")):
-        april, ours = f"april{recompute}", f"rollover, april's lag{recompute}, groups"
-        runs = [found["summary"][name] for name in (april, ours)]
-        speeds = [[turn[name]["measured"]["tokens_per_s"] for turn in found["repeats"]] for name in (april, ours)]
-        ratio = MeanOverSeeds.of([mine / theirs for theirs, mine in zip(*speeds, strict=True)])
-        predicted = runs[1]["foretold"]["table"] / runs[0]["foretold"]["table"]
-        cells = " | ".join(f"{run['gain']:.2f}, {run['mean']['lag']:.2f}" for run in runs)
-        rows.append(f"| {caches} | {cells} | {ratio.mean:.2f} ± {ratio.margin:.2f} | {predicted:.2f} |")
-    head = "| caches | `april` over `sync`, lag | `rollover`, lag | `rollover` over `april` | predicted |"
-    said = f"{len(found['repeats'])} repeats of {found['steps']['counted']} steps, 95 % intervals (`{EQUAL_LAG}`)."
-    return "\n".join([head, "|---|---|---|---|---|", *rows, "", said])
+    rows, said = [], []
+    for path in sorted(ROOT.glob(EQUAL_LAG)):
+        found = json.loads(path.read_text())
+        command = found["command"]
+        lengths = f"`{command[command.index('--lengths') + 1]}`" if "--lengths" in command else "recorded"
+        for caches, recompute in (("lost", ", recompute"), ("kept", "")):
+            names = f"april{recompute}", f"rollover, april's lag{recompute}, groups"
+            runs = [found["summary"][name] for name in names]
+            speeds = [[turn[name]["measured"]["tokens_per_s"] for turn in found["repeats"]] for name in names]
+            ratio = MeanOverSeeds.of([mine / theirs for theirs, mine in zip(*speeds, strict=True)])
+            predicted = runs[1]["foretold"]["table"] / runs[0]["foretold"]["table"]
+            cells = " | ".join(f"{run['gain']:.2f}, {run['mean']['lag']:.2f}" for run in runs)
+            again = " and ".join(f"{run['mean']['reprefilled_tokens']:,.0f}" for run in runs)
+            rows.append(f"| {lengths} | {caches} | {cells} | {with_margin(ratio)} | {predicted:.2f} | {again} |")
+        steps = found["steps"]["counted"]
+        group = found["settings"]["april"]["config"]["group_size"]
+        load = found["batch"] * group / found["engine"]["told"]["line"]["b0"]
+        said.append(
+            f"{lengths.capitalize()} lengths: {len(found['repeats'])} repeats of {steps} steps,"
+            f" {load:.1f} *B0* samples a batch\n(`{path.relative_to(ROOT)}`)"
+        )
+    head = (
+        "| lengths | caches | `april` over `sync`, lag | `rollover`, lag | `rollover` over `april` | predicted"
+        " | tokens prefilled again, `april` and `rollover` |"
+    )
+    return "\n".join([head, "|---" * 7 + "|", *rows, "", "; ".join(said) + ".\n95 % intervals."])
 
 
 def lag_map() -> str:
     """Return the table of which strategy leads where, one replica each, and whether it does with four."""
     found = record(MAP)
-    rows, still = [], []
+    rows, still, certain = [], [], []
     for name, cell in found["cells"].items():
         preset, caches, trainer, replicas = name.split("/")
         if replicas == "1":
             rows.append(f"| `{preset}` | {caches} | {trainer} | {_leaders(cell)} | {cell['ceiling']:.1f} |")
             of_four = found["cells"][f"{preset}/{caches}/{trainer}/4"]["gains"]
             for lag in MAP_LAGS:
+                first, second = _fastest(cell, lag)
                 fastest = max(of_four, key=lambda kind: of_four[kind][f"{lag:g}"]["mean"])
-                still.append(fastest in [kind for _, kind in _fastest(cell, lag)])
+                still.append(fastest in (first, second))
+                ratios = [
+                    seed["gains"][first][f"{lag:g}"] / seed["gains"][second][f"{lag:g}"] for seed in cell["seeds"]
+                ]
+                lead = MeanOverSeeds.of(ratios)
+                certain.append(lead.margin is not None and lead.mean - lead.margin > 1)
     lags = " | ".join(f"at lag {lag:g}" for lag in MAP_LAGS)
     head = [f"| lengths | caches | trainer | {lags} | ceiling |", "|---" * (4 + len(MAP_LAGS)) + "|"]
     settings = found["settings"]
     length = f"{settings['steps']} steps, of which the first {settings['warmup']} are not counted"
-    seeds = min(len(cell["seeds"]) for cell in found["cells"].values())
+    seeds = sorted({len(cell["seeds"]) for cell in found["cells"].values()})
+    said = f"Seeds per cell: {' or '.join(map(str, seeds))}; {length}."
+    if seeds[0] > 1:
+        said += (
+            f" ± is half of a 95 % interval. In {sum(certain)} of {len(certain)} cases"
+            " the interval of the first over the second, paired by seed, is above 1."
+        )
     four = f"With four replicas, the fastest is one of the two in {sum(still)} of {len(still)} cases."
-    return "\n".join([*head, *rows, "", f"Seeds per cell: {seeds}; {length}. {four}", f"(`{MAP}`)"])
+    return "\n".join([*head, *rows, "", said, four, f"(`{MAP}`)"])
 
 
-def _fastest(cell: dict[str, Any], lag: float) -> list[tuple[float, str]]:
-    """Return the two largest gains at a lag, with the strategies that have them."""
-    gains = [(round(of[f"{lag:g}"]["mean"], 2), kind) for kind, of in cell["gains"].items()]
-    return sorted(gains, key=lambda pair: (-pair[0], pair[1] != "rollover"))[:2]
+def _fastest(cell: dict[str, Any], lag: float) -> list[str]:
+    """Return the strategies with the two largest gains at a lag."""
+    gains = {kind: round(of[f"{lag:g}"]["mean"], 2) for kind, of in cell["gains"].items()}
+    return sorted(gains, key=lambda kind: (-gains[kind], kind != "rollover"))[:2]
 
 
 def _leaders(cell: dict[str, Any]) -> str:
     """Return the two fastest strategies at each lag, with their gains."""
-    return " | ".join(", ".join(f"`{kind}` {gain:.2f}" for gain, kind in _fastest(cell, lag)) for lag in MAP_LAGS)
+
+    def gain(kind: str, lag: float) -> str:
+        return f"`{kind}` {with_margin(MeanOverSeeds(**cell['gains'][kind][f'{lag:g}']))}"
+
+    return " | ".join(", ".join(gain(kind, lag) for kind in _fastest(cell, lag)) for lag in MAP_LAGS)
 
 
 def clairvoyant() -> str:
@@ -133,6 +180,108 @@ def rounds() -> str:
         )
     head = "| workload | m | r | K, closed form / simulated | lag, closed form / simulated | spread of batch tokens |"
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+
+
+def kappa() -> str:
+    """Return the table of the constants of the length laws."""
+    found = record(THEORY)
+    rows = []
+    for name, model in found["models"].items():
+        own, sibling = model["kappa_own"], model["kappa_sibling"]
+        rows.append(
+            f"| `{name}` | {model['mean_tokens']:,.0f} | {model['at_cap']:.1%} | {own:,.0f} | {sibling:,.0f}"
+            f" | {own + sibling:,.0f} | {sibling / (own + sibling):.0%} |"
+        )
+    head = "| workload | mean tokens | reach the cap | own | sibling | kappa | share of siblings |"
+    said = f"{found['settings']['groups']:,} groups of {found['settings']['G']} each (`{THEORY}`)."
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows, "", said])
+
+
+def _products(found: Any, name: str, strategy: str) -> dict[str, float]:
+    """Return lag K over kappa of the runs of a strategy, by setting."""
+    constant = found["models"][name]["kappa_own"] + found["models"][name]["kappa_sibling"]
+    return {run["label"]: run["lag"] * run["iterations"] / constant for run in found["runs"][name][strategy]}
+
+
+def curve() -> str:
+    """Return the table of lag times K over kappa."""
+    found = record(THEORY)
+    rows = {name: _products(found, name, "april") | _products(found, name, "concurrency") for name in found["runs"]}
+    labels = list(next(iter(rows.values())))
+    cells = [f"| `{name}` | {' | '.join(f'{of[label]:.2f}' for label in labels)} |" for name, of in rows.items()]
+    return "\n".join([f"| *lag K / kappa* | {' | '.join(labels)} |", "|---" * (len(labels) + 1) + "|", *cells])
+
+
+def agreement() -> str:
+    """Return the table of the largest differences between closed forms and simulated runs."""
+    found = record(THEORY)
+    settings = found["settings"]
+    samples = settings["N"] * settings["G"]
+
+    def runs(*kinds: str) -> list[dict[str, Any]]:
+        return [run for of in found["runs"].values() for kind in kinds for run in of[kind]]
+
+    def size(run: dict[str, Any]) -> float:
+        return float(run["label"].split()[-1])
+
+    def time(run: dict[str, Any]) -> float:
+        tokens = samples * run["mean_length"]
+        return (run["iterations"] + tokens / settings["B0"] + run["prefill"]) * run["tokens_per_c0"] / tokens
+
+    heads = [abs(run["head_lag"] - (size(run) - 1)) for run in runs("april")]
+    iterations = [run["iterations"] * size(run) / (samples * run["mean_length"]) for run in runs("concurrency")]
+    products = [value for name in found["runs"] for value in _products(found, name, "concurrency").values()]
+    lengths = [
+        run["mean_length"] / of["sync"][0]["mean_length"]
+        for of in found["runs"].values()
+        for kind in ("april", "concurrency")
+        for run in of[kind]
+    ]
+    rows = {
+        "T = c0 (K + X/B0) + P with `sync`, `april` and `concurrency`": map(time, runs("sync", "april", "concurrency")),
+        "K = X/C with `concurrency`": iterations,
+        "lag · K = kappa with `concurrency`": products,
+        "mean trained length of `april` and `concurrency` = that of `sync`": lengths,
+    }
+    cells = [f"| {words} | {max(abs(value - 1) for value in values):.1%} |" for words, values in rows.items()]
+    return "\n".join(
+        [
+            "| statement | largest difference |",
+            "|---|---|",
+            *cells,
+            f"| head lag = r − 1 with `april` | {max(heads):.2f} versions |",
+            "",
+            f"Runs of {settings['steps']} steps, of which {settings['warm_up']} are not counted (`{THEORY}`).",
+        ]
+    )
+
+
+def prefill() -> str:
+    """Return the table of what knowing the rate of prefill is worth."""
+    (study,) = [study for study in record(PREFILL)["studies"] if study["unit"] == "sample"]
+    rows = []
+    for engine in study["engines"]:
+        gains = " | ".join(f"{told['gain']['mean']:.2f}" for told in engine["told"])
+        rows.append(f"| {engine['engine']:,g} | {gains} |")
+    told = [float(cell["told"]) for cell in study["engines"][0]["told"]]
+    head = f"| | {' | '.join('ignored' if rate == math.inf else f'{rate:,g}' for rate in told)} |"
+    return "\n".join([head, "|---" * (len(told) + 1) + "|", *rows, "", f"(`{PREFILL}`)"])
+
+
+def kills() -> str:
+    """Return the sentence on runs that were killed."""
+    found = record(KILLS)
+    strategies = len({case["strategy"] for case in found["cases"]})
+    return (
+        f"In {found['kills']} kills at random moments, in runs of {strategies} strategies, nothing was lost and nothing"
+        f" was trained twice\n([record]({KILLS}))."
+    )
+
+
+def quickstart() -> str:
+    """Return what the quickstart prints."""
+    found = record(QUICKSTART)
+    return "\n".join(["```console", f"$ {found['command']}", *found["console"], "```", "", f"(`{QUICKSTART}`)"])
 
 
 def learning(path: str) -> str:
@@ -238,32 +387,45 @@ def accuracy(path: str) -> str:
     """Return the table of schedules and algorithms: final accuracy, and differences from ``sync`` paired by seed."""
     seeds = record(path)["seeds"]
 
-    def final(seed: dict[str, Any], name: str) -> float:
-        return list(seed[name]["accuracy"].values())[-1]
+    def final(run: dict[str, Any]) -> float:
+        return list(run["accuracy"].values())[-1]
 
-    def curve(seed: dict[str, Any], name: str) -> float:
-        first, *inner, last = seed[name]["accuracy"].values()
+    def curve(run: dict[str, Any]) -> float:
+        first, *inner, last = run["accuracy"].values()
         return ((first + last) / 2 + sum(inner)) / (len(inner) + 1)
 
-    def difference(name: str, figure: Callable[[dict[str, Any], str], float]) -> str:
+    def points(name: str, figure: Callable[[dict[str, Any]], float]) -> MeanOverSeeds:
+        """Return by how many points a schedule is above ``sync``."""
         sync = f"sync-{name.split('-')[1]}"
-        if name == sync:
-            return ""
-        found = MeanOverSeeds.of([100 * (figure(seed, name) - figure(seed, sync)) for seed in seeds])
-        return f"{found.mean:+.1f} ± {found.margin:.1f}"
+        return MeanOverSeeds.of([100 * (figure(seed[name]) - figure(seed[sync])) for seed in seeds])
 
-    rows = []
+    def mean(name: str, figure: Callable[[dict[str, Any]], float]) -> float:
+        return sum(figure(seed[name]) for seed in seeds) / len(seeds)
+
+    rows, intervals = [], []
     for name in sorted(seeds[0], key=lambda n: (n.split("-")[1], ["sync", "april", "rollover"].index(n.split("-")[0]))):
         strategy, algorithm = name.split("-")
-        mean = sum(final(seed, name) for seed in seeds) / len(seeds)
-        tokens = sum(max(seed[name]["decoded_tokens"].values()) for seed in seeds) / len(seeds)
+        over, differences = "|", [points(name, figure) for figure in (final, curve)]
+        if strategy != "sync":
+            intervals.append(differences[0])
+            over = " | ".join(with_margin(difference, 1, "+") for difference in differences)
+        tokens = mean(name, lambda run: max(run["decoded_tokens"].values()))
+        before = mean(name, lambda run: next(iter(run["accuracy"].values())))
         rows.append(
-            f"| {algorithm.upper()} | `{strategy}` | {mean:.3f} | {difference(name, final)}"
-            f" | {difference(name, curve)} | {tokens / 1e3:,.0f} k |"
+            f"| {algorithm.upper()} | `{strategy}` | {before:.3f}, {mean(name, final):.3f} | {over}"
+            f" | {tokens / 1e3:,.0f} k |"
         )
-    head = "| algorithm | strategy | final accuracy | points over `sync` | over the whole curve | decoded tokens |"
     said = f"{len(seeds)} seeds, paired, 95 % intervals (`{path}`)."
-    return "\n".join([head, "|---|---|---|---|---|---|", *rows, "", said])
+    if len(seeds) > 1:
+        hold = [sum(abs(i.mean - gain) <= (i.margin or 0) for i in intervals) for gain in (0, PUBLISHED_POINTS)]
+        said += (
+            f"\nIntervals of the final accuracy that hold 0: {hold[0]} of {len(intervals)}; that hold the"
+            f" {PUBLISHED_POINTS} points that APRIL publishes: {hold[1]} of {len(intervals)}."
+        )
+    head = (
+        "| algorithm | strategy | accuracy before, after | points over `sync` | over the whole curve | decoded tokens |"
+    )
+    return "\n".join([head, "|---" * 6 + "|", *rows, "", said])
 
 
 def planner() -> str:
@@ -291,6 +453,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lag_map": lag_map,
     "clairvoyant": clairvoyant,
     "rounds": rounds,
+    "kappa": kappa,
+    "curve": curve,
+    "agreement": agreement,
+    "prefill": prefill,
+    "kills": kills,
+    "quickstart": quickstart,
     "learning": partial(learning, LEARNING),
     "tool": partial(learning, TOOL),
     "agent": partial(learning, AGENT),
@@ -300,6 +468,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "door": door,
     "april": april,
     "accuracy": partial(accuracy, ACCURACY),
+    "accuracy_sokoban": partial(accuracy, SOKOBAN_SCHEDULES),
     "planner": planner,
     "large": large,
 }
@@ -326,3 +495,6 @@ def render(page: str) -> str:
 if __name__ == "__main__":
     for each in PAGES:
         (ROOT / each).write_text(render(each))
+    for image, source in DRAWN.items():
+        command = [sys.executable, "benchmarks/learning_figure.py", source, f"docs/images/{image}.svg"]
+        subprocess.run(command, cwd=ROOT, check=True)

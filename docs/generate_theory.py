@@ -1,13 +1,16 @@
-"""Draws the figures of ``theory.md`` and prints its table: simulated runs of each preset next to the closed forms.
+"""Draws the figures of ``theory.md``, and records simulated runs of each preset next to the closed forms.
 
-``python docs/generate_theory.py`` takes a few minutes. One pooled engine in units of c0: B0 = 256, prefill at 1600
-tokens per c0, 32 groups of 8, 90 steps of which 20 are warm-up, no training time, caches lost at each update.
+``python docs/generate_theory.py benchmarks/results/theory-DATE.json`` takes a few minutes. One pooled engine in units
+of c0: B0 = 256, prefill at 1600 tokens per c0, 32 groups of 8, 90 steps of which 20 are warm-up, no training time,
+caches lost at each update.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +30,8 @@ IMAGES = Path(__file__).with_name("images")
 B0, PREFILL, BATCH, GROUP = 256.0, 1600.0, 32, 8
 STEPS, WARM_UP = 90, 20
 NAMES = ("r1-16k", "qwen3-16k", "heavy-32k")
+NUM_GROUPS = 20_000
+"""From which the closed forms are computed."""
 RATIOS = (1.25, 1.5, 2, 2.5, 3)
 CONCURRENCIES = (128, 256, 384, 512)
 LAGS = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -41,12 +46,13 @@ class Point:
     iterations: float
     prefill: float
     lag: float
+    head_lag: float
     mean_length: float
 
 
 def model_of(preset: str) -> StepModel:
     workload = PRESETS[preset].workload()
-    lengths_PG = [workload.group_lengths(i, GROUP) for i in range(20_000)]
+    lengths_PG = [workload.group_lengths(i, GROUP) for i in range(NUM_GROUPS)]
     return StepModel.of_lengths(lengths_PG, batch_size=BATCH, b0=B0)
 
 
@@ -70,6 +76,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         iterations=window.iterations,
         prefill=window.prefilled_tokens / PREFILL / len(window.steps),
         lag=window.lag.token,
+        head_lag=window.lag.head,
         mean_length=window.mean_length,
     )
 
@@ -144,21 +151,13 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def print_table(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]]) -> None:
-    print("| preset | run | gain | K | P | lag | lag K | lag K / kappa | (K + X/B0 + P) / T | E[L] / sync |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for preset, model in models.items():
-        sync = runs[preset]["sync"][0]
-        for point in [p for points in runs[preset].values() for p in points]:
-            tokens = BATCH * GROUP * point.mean_length
-            product = point.lag * point.iterations
-            predicted = point.iterations + tokens / B0 + point.prefill
-            cells = (
-                f"{point.tokens_per_c0 / sync.tokens_per_c0:.2f} | {point.iterations:.0f} | {point.prefill:.0f}"
-                f" | {point.lag:.2f} | {product:.0f} | {product / model.kappa:.2f}"
-                f" | {predicted / (tokens / point.tokens_per_c0):.4f} | {point.mean_length / sync.mean_length:.3f}"
-            )
-            print(f"| {preset} | {point.label} | {cells} |")
+def record(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]]) -> dict[str, Any]:
+    """Return what the tables of ``theory.md`` are written from."""
+    return {
+        "settings": {"B0": B0, "N": BATCH, "G": GROUP, "steps": STEPS, "warm_up": WARM_UP, "groups": NUM_GROUPS},
+        "models": {name: asdict(model) | {"at_cap": PRESETS[name].truncated} for name, model in models.items()},
+        "runs": {name: {kind: [asdict(p) for p in of] for kind, of in kinds.items()} for name, kinds in runs.items()},
+    }
 
 
 if __name__ == "__main__":
@@ -169,8 +168,9 @@ if __name__ == "__main__":
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
-    all_models = {name: model_of(name) for name in NAMES}
+    drawn = {name: model_of(name) for name in NAMES}
     all_runs = {name: points_of(name) for name in NAMES}
-    draw_frontier(all_models, all_runs, IMAGES / "theory-frontier.svg")
-    draw_hyperbola(all_models, all_runs, IMAGES / "theory-kappa.svg")
-    print_table(all_models, all_runs)
+    draw_frontier(drawn, all_runs, IMAGES / "theory-frontier.svg")
+    draw_hyperbola(drawn, all_runs, IMAGES / "theory-kappa.svg")
+    found = record(drawn | {"light-8k": model_of("light-8k")}, all_runs)
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")

@@ -46,7 +46,7 @@ class Advice:
         gain = self.chosen.gain
         margin = "" if gain.margin is None else f" ± {gain.margin:.2f}"
         text = f"{label(self.config)} trains {gain.mean:.2f}{margin} times as many tokens as synchronous rollout"
-        text += f" at a lag of {self.chosen.lag:.2f} versions"
+        text += f" at a {self.chosen.lag_of} lag of {self.chosen.lag:.2f} versions"
         if self.chosen is self.best:
             return f"{text}; none of the settings tried is faster."
         lag = f"{self.chosen.lag / self.best.lag:.0%} of the lag" if self.best.lag else "no more lag"

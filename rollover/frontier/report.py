@@ -116,7 +116,7 @@ def legend() -> str:
 
 
 def recommendation(advice: Advice) -> str:
-    within = "" if advice.lag_budget is None else f"For a lag of at most {advice.lag_budget:g}: "
+    within = "" if advice.lag_budget is None else f"For a {advice.chosen.lag_of} lag of at most {advice.lag_budget:g}: "
     return within + advice.sentence()
 
 

@@ -32,6 +32,7 @@ def test_without_a_budget_it_is_the_knee() -> None:
     advice = advise(POINTS)
     assert advice.chosen is KNEE
     assert advice.share == pytest.approx(0.8)
+    assert "as synchronous rollout at a batch lag of 1.00 versions" in advice.sentence()
     assert (
         "80% of the gain of the fastest setting (april r=2, 2.00 times at 4.00) for 25% of the lag" in advice.sentence()
     )

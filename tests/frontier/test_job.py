@@ -23,7 +23,7 @@ def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.C
     assert cli.main(["simulate", "tiny.toml", *QUICK, "--lag", "0.2,9", "--out", "a.html", "--json", "a.json"]) == 0
     said = capsys.readouterr().out
     assert "No engine given: times are in iterations over an empty batch" in said
-    assert "For a lag of at most 0.2:" in said.replace("\n", " ")
+    assert "For a batch lag of at most 0.2:" in said.replace("\n", " ")
     assert Path("a.html").read_text().startswith("<!DOCTYPE html>")
     advice = json.loads(Path("a.json").read_text())["advice"]
     assert [a["lag_budget"] for a in advice] == [0.2, 9.0]

@@ -19,25 +19,16 @@ from rollover.errors import DataError, RewardError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.open import train_source
 from rollover.tasks.sources import ReasoningGymConfig
-from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from rollover.types import Prompt, SampleId, Trajectory
 from tests.environments.words import char_tokenizer, ids
+from tests.segments import segment
 from tests.speed import within
 
 FUNCTIONS = "tests.environments.functions"
 
 
 def trajectory(prompt: Prompt, text: str) -> Trajectory:
-    token_ids = (*ids(text), 1)
-    segment = Segment(
-        policy_version=0,
-        token_ids=token_ids,
-        rollout_logprobs=(0.0,) * len(token_ids),
-        finish_reason=FinishReason.STOP,
-        kv_version=0,
-        start_s=0.0,
-        end_s=1.0,
-    )
-    return Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(segment,))
+    return Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(segment((*ids(text), 1)),))
 
 
 def prompt(source: str = "s", **columns: Any) -> Prompt:

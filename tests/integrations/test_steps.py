@@ -11,7 +11,8 @@ from rollover.batch import Batch, Group, WasteCause
 from rollover.errors import RunError
 from rollover.integrations import steps as module
 from rollover.integrations.steps import AskedSteps
-from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from rollover.types import Prompt, SampleId, Trajectory
+from tests.segments import segment
 
 
 class Clock:
@@ -58,16 +59,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def batch(step: int) -> Batch:
     prompt = Prompt(prompt_id=f"p{step}@0", token_ids=(1, 2), text="p", source="test", columns={})
-    segment = Segment(
-        token_ids=(3,) * 20,
-        rollout_logprobs=(-1.0,) * 20,
-        policy_version=step,
-        kv_version=step,
-        finish_reason=FinishReason.STOP,
-        start_s=0.0,
-        end_s=1.0,
-    )
-    one = Trajectory(sample_id=SampleId(step, 0), prompt=prompt, segments=(segment,), reward=1.0)
+    segments = (segment(20, version=step),)
+    one = Trajectory(sample_id=SampleId(step, 0), prompt=prompt, segments=segments, reward=1.0)
     return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=(one,)),))
 
 

@@ -22,7 +22,8 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId
+from tests.segments import segment
 
 GROUP_SIZE = 4
 TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012
@@ -63,12 +64,7 @@ class Simulation:
     def _eval(self, step: int) -> None:
         accuracy = 0.22 + 0.55 * step / (step + 6)
         self.now_s += 1.0
-        values = {
-            "accuracy/sums": accuracy,
-            "accuracy_se/sums": 0.02,
-            "accuracy": accuracy,
-            "accuracy_se": 0.02,
-        }
+        values = {"accuracy/sums": accuracy, "accuracy_se/sums": 0.02, "accuracy": accuracy, "accuracy_se": 0.02}
         self.rows.append(("eval", step, self.now_s, values))
 
     def _step(self, step: int) -> None:
@@ -158,20 +154,12 @@ class Simulation:
     def _end(self, sample_id: SampleId, version: int, began_s: float, reason: FinishReason) -> int:
         left = self.lengths[sample_id] - self.done[sample_id]
         n = left if reason is FinishReason.STOP else min(left - 1, int((self.now_s - began_s) / TOKEN_S))
-        segment = Segment(
-            policy_version=version,
-            token_ids=(5,) * n,
-            rollout_logprobs=(-0.5,) * n,
-            finish_reason=reason,
-            kv_version=version,
-            start_s=began_s,
-            end_s=self.now_s,
-            num_prefilled_tokens=self.done[sample_id],
-            engine=self.engine,
-        )
+        times = {"start_s": began_s, "end_s": self.now_s}
+        beside = {"num_prefilled_tokens": self.done[sample_id], "engine": self.engine}
+        decoded = segment((5,) * n, reason, version=version, **times, **beside)
         self.done[sample_id] += n
         self.versions[sample_id].append((version, n))
-        self.events.append(SegmentEnded(time_s=self.now_s, sample_id=sample_id, segment=segment))
+        self.events.append(SegmentEnded(self.now_s, sample_id, decoded))
         return n
 
 

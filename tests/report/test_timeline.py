@@ -25,8 +25,9 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.lag import BatchLag, LagSummary
 from rollover.rollout.ledger import Ledger
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId
 from tests.report.synthetic import Simulation
+from tests.segments import segment
 
 ABORT, STOP = FinishReason.ABORT, FinishReason.STOP
 
@@ -50,17 +51,9 @@ def ended(
     reason: FinishReason | None,
     prefilled: int = 0,
 ) -> SegmentEnded:
-    segment = Segment(
-        policy_version=version,
-        token_ids=(7,) * tokens,
-        rollout_logprobs=(-1.0,) * tokens,
-        finish_reason=reason,
-        kv_version=version,
-        start_s=start_s,
-        end_s=end_s,
-        num_prefilled_tokens=prefilled,
-    )
-    return SegmentEnded(time_s=end_s, sample_id=SampleId(group, index), segment=segment)
+    times = {"start_s": start_s, "end_s": end_s}
+    decoded = segment(tokens, reason, version=version, **times, num_prefilled_tokens=prefilled)
+    return SegmentEnded(end_s, SampleId(group, index), decoded)
 
 
 def scored(group: int, index: int, t: float, reward: float) -> SampleScored:
@@ -152,12 +145,7 @@ def test_a_version_without_tokens_divides_nothing() -> None:
 
 def test_no_events_make_an_empty_timeline() -> None:
     timeline = Timeline.of([])
-    assert (timeline.samples, timeline.decoded_tokens, timeline.live_tokens, timeline.end_s) == (
-        (),
-        0,
-        0,
-        0.0,
-    )
+    assert (timeline.samples, timeline.decoded_tokens, timeline.live_tokens, timeline.end_s) == ((), 0, 0, 0.0)
     assert measures.windows(timeline, num_steps=6, max_windows=6) == ()
 
 

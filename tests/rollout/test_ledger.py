@@ -31,7 +31,8 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger, SampleState
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId
+from tests.segments import segment
 
 
 def prompt(i: int) -> Prompt:
@@ -53,16 +54,7 @@ def started(sample_id: SampleId, version: int = 0) -> SampleStarted:
 
 
 def ended(sample_id: SampleId, num_tokens: int, reason: FinishReason | None, *, version: int = 0) -> SegmentEnded:
-    segment = Segment(
-        policy_version=version,
-        token_ids=tuple(range(num_tokens)),
-        rollout_logprobs=(-1.0,) * num_tokens,
-        finish_reason=reason,
-        kv_version=version,
-        start_s=0.0,
-        end_s=1.0,
-    )
-    return SegmentEnded(time_s=0.0, sample_id=sample_id, segment=segment)
+    return SegmentEnded(0.0, sample_id, segment(num_tokens, reason, version=version))
 
 
 def scored(sample_id: SampleId) -> SampleScored:
@@ -339,11 +331,7 @@ def state_of(ledger: Ledger) -> dict[str, Any]:
     """Everything a ledger knows, comparable; order counts where decisions depend on it. What ``check`` remembers of its
     earlier proofs is not among it."""
     facts = {name: value for name, value in vars(ledger).items() if name not in ("open", "ready", "_proved")}
-    return {
-        **{name: repr(value) for name, value in facts.items()},
-        "open": [*ledger.open],
-        "ready": [*ledger.ready],
-    }
+    return {**{name: repr(value) for name, value in facts.items()}, "open": [*ledger.open], "ready": [*ledger.ready]}
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -377,10 +365,7 @@ IMPOSSIBLE: dict[str, tuple[list[Event], Event]] = {
     "training a dropped group": ([*READY, dropped(0)], consumed(0, 0)),
     "dropping a trained group": ([*READY, consumed(0, 0)], dropped(0)),
     "dropping a group twice": ([opened(0), dropped(0)], dropped(0)),
-    "a replayed batch with other groups": (
-        [*READY, consumed(0, 0), opened(1), restarted(0)],
-        consumed(0, 1),
-    ),
+    "a replayed batch with other groups": ([*READY, consumed(0, 0), opened(1), restarted(0)], consumed(0, 1)),
     "a step that is done before its batch is there": (READY, trained(0)),
     "a step that is done twice": ([*READY, consumed(0, 0), trained(0)], trained(0)),
     "a step done before a replay handed its batch out": ([*READY, consumed(0, 0), restarted(0)], trained(0)),
@@ -429,11 +414,11 @@ def test_the_start_version_is_that_of_the_first_sample_sent() -> None:
 
 def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
     logprobs = tuple(array("f", (-0.1 * i for i in range(1000))))
-    segment = ended(A, 1000, STOP).segment._replace(token_ids=tuple(range(70_000, 71_000)), rollout_logprobs=logprobs)
-    ledger = Ledger([opened(0), started(A), SegmentEnded(time_s=1.0, sample_id=A, segment=segment), scored(A)])
+    decoded = segment(range(70_000, 71_000))._replace(rollout_logprobs=logprobs)
+    ledger = Ledger([opened(0), started(A), SegmentEnded(1.0, A, decoded), scored(A)])
     before = ledger.sample(A).trajectory
     ledger.apply(consumed(0, 0))
-    assert ledger.sample(A).trajectory == before and before.segments == (segment,)
+    assert ledger.sample(A).trajectory == before and before.segments == (decoded,)
     kept = ledger.sample(A).segments[0]
     assert sys.getsizeof(kept.token_ids) + sys.getsizeof(kept.rollout_logprobs) < 8 * 1000 + 300
 

@@ -12,20 +12,9 @@ from rollover.rollout.lag import weighted_quantile
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, ledger_metrics
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from tests.segments import segment
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
-
-
-def segment(version: int, num_tokens: int, reason: FinishReason | None = FinishReason.STOP) -> Segment:
-    return Segment(
-        policy_version=version,
-        token_ids=tuple(range(num_tokens)),
-        rollout_logprobs=(-0.5,) * num_tokens,
-        finish_reason=reason,
-        kv_version=version,
-        start_s=0.0,
-        end_s=1.0,
-    )
 
 
 def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) -> Trajectory:
@@ -34,9 +23,9 @@ def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) ->
 
 def test_staleness_weighs_tokens_and_head_staleness_weighs_groups() -> None:
     # Step 5. Sample 0: 6 tokens of version 3 and 2 of version 5 (lags 2, 0); sample 1: 4 tokens of version 4 (lag 1).
-    one = trajectory(0, 1.0, segment(3, 6, FinishReason.ABORT), segment(5, 2))
-    two = trajectory(1, 0.0, segment(4, 4, FinishReason.LENGTH))
-    other = trajectory(0, 0.5, segment(5, 6), group=1)
+    one = trajectory(0, 1.0, segment(6, FinishReason.ABORT, version=3), segment(2, version=5))
+    two = trajectory(1, 0.0, segment(4, FinishReason.LENGTH, version=4))
+    other = trajectory(0, 0.5, segment(6, version=5), group=1)
     groups = tuple(Group(group_id=i, prompt=PROMPT, trajectories=t) for i, t in enumerate([(one, two), (other,)]))
     numbers = batch_metrics(Batch(step=5, groups=groups))
     assert numbers["staleness/mean"] == pytest.approx((6 * 2 + 4 * 1) / 18)
@@ -51,7 +40,7 @@ def test_staleness_weighs_tokens_and_head_staleness_weighs_groups() -> None:
 
 def test_a_group_has_signal_when_its_rewards_differ() -> None:
     def group(number: int, *rewards: float) -> Group:
-        made = tuple(trajectory(i, r, segment(0, 1), group=number) for i, r in enumerate(rewards))
+        made = tuple(trajectory(i, r, segment(1), group=number) for i, r in enumerate(rewards))
         return Group(group_id=number, prompt=PROMPT, trajectories=made)
 
     numbers = batch_metrics(Batch(step=0, groups=(group(0, 1, 1), group(1, 0, 1), group(2, 0, 0), group(3, 0, 0))))
@@ -63,7 +52,7 @@ def test_a_group_has_signal_when_its_rewards_differ() -> None:
 def test_rows_of_one_batch_with_the_same_prompt_are_counted() -> None:
     def group(number: int, row: int, epoch: int, *token_ids: int) -> Group:
         prompt = replace(PROMPT, prompt_id=f"p/{row}@{epoch}", token_ids=token_ids)
-        return Group(group_id=number, prompt=prompt, trajectories=(trajectory(0, 1.0, segment(0, 1), group=number),))
+        return Group(group_id=number, prompt=prompt, trajectories=(trajectory(0, 1.0, segment(1), group=number),))
 
     groups = (group(0, 0, 0, 1, 2), group(1, 0, 1, 1, 2), group(2, 1, 0, 1, 2), group(3, 2, 0, 3), group(4, 3, 0, 4))
     assert batch_metrics(Batch(step=0, groups=groups))["prompt/repeated"] == 0.25
@@ -71,7 +60,7 @@ def test_rows_of_one_batch_with_the_same_prompt_are_counted() -> None:
 
 
 def test_a_batch_without_a_token_divides_nothing_by_zero() -> None:
-    empty = trajectory(0, 0.0, segment(2, 0))
+    empty = trajectory(0, 0.0, segment(0, version=2))
     numbers = batch_metrics(Batch(step=2, groups=(Group(group_id=0, prompt=PROMPT, trajectories=(empty,)),)))
     assert (numbers["staleness/mean"], numbers["staleness/head_mean"], numbers["response/mean_tokens"]) == (0, 0, 0)
 
@@ -81,7 +70,7 @@ def test_the_account_of_a_ledger_is_its_own() -> None:
         [
             GroupOpened(time_s=0, group_id=0, prompt=PROMPT, group_size=1, cursor=1),
             SampleStarted(time_s=0, sample_id=SampleId(0, 0), policy_version=0),
-            SegmentEnded(time_s=1, sample_id=SampleId(0, 0), segment=segment(0, 3, FinishReason.ABORT)),
+            SegmentEnded(time_s=1, sample_id=SampleId(0, 0), segment=segment(3, FinishReason.ABORT)),
         ]
     )
     numbers = ledger_metrics(ledger)

@@ -22,8 +22,9 @@ from rollover.rollout.events import (
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import GroupRecord
 from rollover.rollout.staleness import choose_batch, headroom, least_start_version
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import Prompt, SampleId
 from tests.rollout.kit import assert_bounded, num_due
+from tests.segments import segment
 
 Chooser = Callable[..., tuple[int, ...] | None]
 
@@ -46,16 +47,7 @@ class World:
         self.ledger.apply(SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version))
 
     def finish(self, sample_id: SampleId) -> None:
-        segment = Segment(
-            policy_version=self.ledger.policy_version,
-            token_ids=(1,),
-            rollout_logprobs=(0.0,),
-            finish_reason=FinishReason.STOP,
-            kv_version=self.ledger.policy_version,
-            start_s=0.0,
-            end_s=0.0,
-        )
-        self.ledger.apply(SegmentEnded(time_s=0.0, sample_id=sample_id, segment=segment))
+        self.ledger.apply(SegmentEnded(0.0, sample_id, segment(1, version=self.ledger.policy_version)))
         self.ledger.apply(SampleScored(time_s=0.0, sample_id=sample_id, reward=0.0))
 
     def drop(self, group_id: int) -> None:
@@ -152,11 +144,7 @@ def test_a_choice_blind_to_deadlines_breaks_the_bound(batch_size: int, max_stale
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    rng=st.randoms(use_true_random=False),
-    batch_size=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-)
+@given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(0, 3))
 def test_every_group_is_consumed_in_time_once_it_is_finished(
     rng: random.Random, batch_size: int, max_staleness: int
 ) -> None:

@@ -9,9 +9,10 @@ from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId
 from rollover.workload.source import read_run
 from rollover.workload.trace import TracePrompt
+from tests.segments import segment
 
 
 def opened(group: int, prompt: str) -> Event:
@@ -20,16 +21,7 @@ def opened(group: int, prompt: str) -> Event:
 
 
 def ended(group: int, index: int, tokens: int, reason: FinishReason | None) -> Event:
-    segment = Segment(
-        policy_version=0,
-        token_ids=(5,) * tokens,
-        rollout_logprobs=(-1.0,) * tokens,
-        finish_reason=reason,
-        kv_version=0,
-        start_s=0.0,
-        end_s=1.0,
-    )
-    return SegmentEnded(time_s=1.0, sample_id=SampleId(group, index), segment=segment)
+    return SegmentEnded(1.0, SampleId(group, index), segment(tokens, reason))
 
 
 def run_of(folder: Path, *events: Event, config: object = None) -> Path:

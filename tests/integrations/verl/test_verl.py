@@ -20,7 +20,8 @@ from rollover.integrations.verl.replicas import VerlReplicas
 from rollover.integrations.verl.rows import VerlRows
 from rollover.integrations.verl.sampler import _unused
 from rollover.integrations.verl.settings import verl_settings, verl_version
-from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Trajectory
+from tests.segments import segment
 
 GROUP = 4
 
@@ -194,19 +195,8 @@ def test_a_prompt_that_asks_for_something_else_is_refused() -> None:
 def test_steps_count_from_the_checkpoint_and_rewards_may_be_verls() -> None:
     pytest.importorskip("torch")
     prompt = Prompt(prompt_id="verl/0@0", token_ids=(5, 6), text="x", source="verl", columns={"uid": "a"})
-    parts = [
-        Segment(
-            token_ids=(7, 8),
-            rollout_logprobs=(-1.0, -2.0),
-            policy_version=version,
-            kv_version=version,
-            finish_reason=FinishReason.ABORT if version == 1 else FinishReason.STOP,
-            start_s=0.0,
-            end_s=1.0,
-        )
-        for version in (1, 2)
-    ]
-    one = Trajectory(sample_id=SampleId(0, 3), prompt=prompt, segments=tuple(parts), reward=0.0)
+    parts = (segment((7, 8), FinishReason.ABORT, version=1), segment((7, 8), version=2))
+    one = Trajectory(sample_id=SampleId(0, 3), prompt=prompt, segments=parts, reward=0.0)
     row = {"uid": "a", "global_steps": 23}
     told = tag(one, row, first_step=20)
     assert (told["min_global_steps"], told["max_global_steps"], told["global_steps"]) == (21, 22, 23)

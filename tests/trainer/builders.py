@@ -11,23 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.batch import Batch, Group
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.local import LocalTrainer
+from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.models import save_model
-from rollover.trainer.packing import TrainingSample
+from rollover.trainer.packing import TrainingSample, pack
 from rollover.trainer.setup import TrainingSetup
-from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Trajectory
+from tests.segments import segment
 
 VOCAB = 40
 SHAPE = {
@@ -102,6 +97,16 @@ def separate_logprobs(model: Any, samples: Sequence[TrainingSample], temperature
     return torch.cat(parts)
 
 
+def assert_gradients_of_separate_samples(policy: Any, model: Any, samples: Sequence[TrainingSample]) -> None:
+    """Of packed rows, against transformers' own model."""
+    separate_logprobs(model, samples, 1.0).sum().backward()
+    for row in pack(samples, 64):
+        response_logprobs(policy, row, 1.0).sum().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+
+
 def make_trajectory(
     sample_id: SampleId,
     prompt: Prompt,
@@ -112,16 +117,10 @@ def make_trajectory(
     finish_reason: FinishReason = FinishReason.STOP,
     logprobs: Sequence[float] | None = None,
 ) -> Trajectory:
-    segment = Segment(
-        policy_version=version,
-        token_ids=tuple(response),
-        rollout_logprobs=tuple(logprobs) if logprobs is not None else (-2.0,) * len(response),
-        finish_reason=finish_reason,
-        kv_version=version,
-        start_s=0.0,
-        end_s=1.0,
-    )
-    return Trajectory(sample_id=sample_id, prompt=prompt, segments=(segment,), reward=reward)
+    decoded = segment(response, finish_reason, version=version)
+    if logprobs is not None:
+        decoded = decoded._replace(rollout_logprobs=tuple(logprobs))
+    return Trajectory(sample_id=sample_id, prompt=prompt, segments=(decoded,), reward=reward)
 
 
 def make_batch(

@@ -24,13 +24,6 @@ from rollover.trainer.local import LocalTrainer
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
-    (made / "tokenizer.json").write_text("{}")
-    return made
-
-
 @pytest.fixture
 def saved(folder: Path, tmp_path: Path) -> Path:
     """A checkpoint after one step."""

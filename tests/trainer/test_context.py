@@ -38,13 +38,6 @@ ON_FOUR = {"num_devices": 4, "context_parallel": 2}
 SETTINGS: dict[str, Any] = {"micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Model folders, with one matrix for input and output and with two."""
-    root = tmp_path_factory.mktemp("models")
-    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
-
-
 @cache
 def alone(folder: Path, algorithm: str, minis: int) -> Trained:
     return train(None, folder=folder, given=batches(), algorithm=algorithm, mini_batches=minis, **SETTINGS)

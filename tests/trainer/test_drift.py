@@ -1,4 +1,4 @@
-"""The distance between recorded and recomputed log-probs is that of the tokens which both sides computed alike."""
+"""Recorded and recomputed log-probs are compared at the tokens which both sides computed alike."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from rollover.batch import Batch
 from rollover.trainer.gathering import entropy_metrics
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Trajectory
-from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
+from tests.trainer.builders import make_batch, make_model, make_trainer, separate_logprobs
 
 OFF = {"a": 0.25, "b": 0.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "policy")
 
 
 def recorded(trajectory: Trajectory, *, engine: str, version: int = 0, kv_version: int = 0) -> Trajectory:

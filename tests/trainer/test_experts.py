@@ -21,7 +21,7 @@ from rollover.trainer.packing import pack
 from rollover.trainer.proof import prove
 from rollover.weights.base import specs_of
 from rollover.weights.sources import MemoryWeights
-from tests.trainer.builders import make_batch, make_samples, separate_logprobs
+from tests.trainer.builders import assert_gradients_of_separate_samples, make_batch, make_samples
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_families import config_of
 from tests.trainer.test_sharded import EPSILON, assert_alike, train
@@ -76,13 +76,7 @@ def test_a_family_is_packed_exactly_and_saved_as_transformers_does(family: str, 
 
 def test_gradients_are_those_of_separate_samples(tmp_path: Path) -> None:
     model = make_experts(tmp_path)
-    policy, samples = load_policy(tmp_path), make_samples(6)
-    separate_logprobs(model, samples, 1.0).sum().backward()
-    for row in pack(samples, 64):
-        response_logprobs(policy, row, 1.0).sum().backward()
-    expected = dict(model.named_parameters())
-    for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+    assert_gradients_of_separate_samples(load_policy(tmp_path), model, make_samples(6))
 
 
 def test_published_weights_follow_the_model_and_are_announced_unmade(tmp_path: Path) -> None:
@@ -122,9 +116,7 @@ def test_two_and_three_ranks_train_and_save_what_one_process_does(
             assert_alike(other, alone)
 
 
-def test_adapters_beside_attention_are_those_of_one_process_and_reach_engines_merged(
-    two: RankPool, tmp_path: Path
-) -> None:
+def test_ranks_train_adapters_as_one_process_does_and_publish_them_merged(two: RankPool, tmp_path: Path) -> None:
     make_experts(tmp_path)
     given = [make_batch(step=step, num_groups=5) for step in range(2)]
     lora = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what they train, publish and save, and what becomes of one that is lost."""
+"""Ranks in processes of their own: what they train, publish and save, and how a lost rank is replaced."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ class Undisturbed(NamedTuple):
     saved: Path
     weights: dict[str, torch.Tensor]
     """At version 4."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "policy")
 
 
 @contextmanager

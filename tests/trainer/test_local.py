@@ -26,11 +26,6 @@ from tests.trainer.builders import (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "policy")
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TokenBatch, Denominators]]:
     """What reaches the loss, row by row."""

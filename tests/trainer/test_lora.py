@@ -37,13 +37,6 @@ from tests.trainer.builders import (
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
-    (made / "tokenizer.json").write_text("{}")
-    return made
-
-
 def lora_trainer(folder: Path, **settings: Any) -> LocalTrainer:
     return make_trainer(folder, **{"lora": LORA, "learning_rate": 1e-2, **settings})
 

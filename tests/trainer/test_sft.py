@@ -17,15 +17,10 @@ from rollover.trainer.setup import SFTSetup
 from rollover.trainer.sft import SFTProgress, SFTTrainer, run_sft
 from rollover.trainer.world import World
 from tests.trainer import forked_ranks
-from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs
+from tests.trainer.builders import make_model, make_samples, separate_logprobs
 from tests.trainer.rank_pool import RankPool
 
 EXAMPLES = [(s.prompt_ids, s.response_ids) for s in make_samples(8, max_response=12)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "policy")
 
 
 def config(**settings: object) -> SFTConfig:
@@ -46,13 +41,7 @@ def test_first_loss_and_gradient_equal_transformers_with_masked_prompts(folder: 
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     for budget in (1, 10**6):
         steps: list[SFTProgress] = []
-        run_sft(
-            folder,
-            EXAMPLES,
-            config(micro_batch_tokens=budget),
-            output=tmp_path / "o",
-            on_progress=steps.append,
-        )
+        run_sft(folder, EXAMPLES, config(micro_batch_tokens=budget), output=tmp_path / "o", on_progress=steps.append)
         assert steps[0].loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert steps[0].grad_norm == pytest.approx(norm, rel=1e-4)
 
@@ -144,7 +133,7 @@ def test_several_devices_write_the_model_that_one_does(
 
 @pytest.fixture
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Those of the ranks, in the order in which they are forked."""
+    """Process ids of the ranks, in the order in which they are forked."""
     started: list[int] = []
 
     def start(rank: int, logs: Path | None) -> ranks._Process:

@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of who wrote them: any number of ranks goes on from those of any other number."""
+"""Checkpoints know nothing of who wrote them: any number of ranks goes on from the checkpoints of any other number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
 from rollover.trainer.shares import write_index
 from rollover.trainer.world import World
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.builders import make_batch, make_trainer
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_sharded import EPSILON, Trained, assert_alike, refused, train, whole
 
@@ -29,13 +29,6 @@ SETTINGS: dict[str, Any] = {
     "adam_epsilon": EPSILON,
 }
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
-    (made / "tokenizer.json").write_text("{}")
-    return made
 
 
 @pytest.fixture

@@ -47,13 +47,6 @@ class Trained(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Model folders, with one matrix for input and output and with two."""
-    root = tmp_path_factory.mktemp("models")
-    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
-
-
 def batches(**shape: Any) -> list[Batch]:
     return [make_batch(step=step, version=max(0, step - 1), **{"num_groups": 5, **shape}) for step in range(STEPS)]
 

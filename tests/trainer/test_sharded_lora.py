@@ -1,4 +1,4 @@
-"""Adapters that are trained over several ranks are those that one process trains, and so are their checkpoints."""
+"""Several ranks train the adapters that one process trains, and write the same checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
-from rollover.errors import ModelError, RolloverError
+from rollover.errors import ModelError
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
 from rollover.trainer.config import LoraConfig
@@ -23,7 +23,8 @@ from rollover.trainer.world import World
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.sources import FolderWeights
 from tests.trainer import forked_ranks
-from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
+from tests.trainer import test_sharded as sharded
+from tests.trainer.builders import make_batch, make_model, make_trainer
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_fleet import fleet, published
 from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, num_padding, train, whole
@@ -31,14 +32,7 @@ from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, b
 LORA = LoraConfig(rank=4, alpha=8.0)
 SETTINGS: dict[str, Any] = {"lora": LORA, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
 WITHIN = 5e-6
-"""Between weights: the learning rate is ten times that of full weights, and a step's size is the learning rate's."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Model folders, with one matrix for input and output and with two."""
-    root = tmp_path_factory.mktemp("models")
-    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
+"""Between weights: the learning rate is ten times the rate of full weights, and a step's size is the learning rate's."""
 
 
 def adapters(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
@@ -140,16 +134,8 @@ def test_a_checkpoint_of_ranks_is_peft_s_and_any_number_goes_on_from_it(
     tensors = load_file(path)
     path.write_bytes(b"rubbish")
     assert tensors
-    for kind, message in three.call(refused, folder=folder, resume_from=saved, **SETTINGS):
+    for kind, message in three.call(sharded.refused, folder=folder, given=[], resume_from=saved, **SETTINGS):
         assert (kind, "adapter_model.safetensors cannot be read" in message) == ("DamagedCheckpoint", True)
-
-
-def refused(world: World, *, folder: Path, **settings: Any) -> tuple[str, str]:
-    try:
-        make_trainer(folder, world=world, **settings)
-    except RolloverError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was refused")
 
 
 def test_a_fleet_publishes_the_sums_and_saves_the_adapters(

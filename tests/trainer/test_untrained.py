@@ -17,30 +17,18 @@ from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.algorithms.advantages import ComponentRewards, compute_advantages
 from rollover.batch import Batch, WasteCause
 from rollover.errors import NoReward, RewardError
-from rollover.rollout.events import (
-    BatchConsumed,
-    BatchTrained,
-    GroupOpened,
-    SampleScored,
-    SampleStarted,
-    SegmentEnded,
-)
+from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, SampleScored, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
 from rollover.trainer.minibatch import BatchTensors
 from rollover.trainer.packing import TrainingSample
 from rollover.types import FinishReason, Trajectory
 from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
-from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
+from tests.trainer.builders import make_batch, make_model, make_trainer, separate_logprobs
 from tests.trainer.test_truncated_sampling import recorded
 from tests.virtual_time import run
 
 STEP = 3
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "policy")
 
 
 def of_all_kinds(num_groups: int = 6) -> Batch:
@@ -196,11 +184,7 @@ def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rew
     algorithm = resolve(AlgorithmConfig(name=name, group_filter="zero_signal"))
     data = BatchTensors.of([replace(group, trajectories=rewarded)], algorithm, step=0, device=torch.device("cpu"))
     advantages_T = compute_advantages(
-        algorithm,
-        rewards_B=data.rewards_B,
-        group_B=data.group_B,
-        sample_T=data.sample_T,
-        loss_mask_T=data.loss_mask_T,
+        algorithm, rewards_B=data.rewards_B, group_B=data.group_B, sample_T=data.sample_T, loss_mask_T=data.loss_mask_T
     ).float()
     assert algorithm.keeps_group(rewards) == (max(rewards) - min(rewards) > 1e-30) == bool(advantages_T.any())
     if rewards[0] == 16777216:
@@ -317,7 +301,7 @@ def test_a_batch_without_a_gradient_is_a_step_without_an_update(folder: Path, wh
 
 
 def test_a_silent_mini_batch_leaves_the_others_as_they_are(folder: Path) -> None:
-    """Two mini-batches, one of them without a gradient: the weights are those of the other alone."""
+    """Two mini-batches, one of them without a gradient: the weights are as after the other alone."""
     batch = make_batch(step=0, num_groups=2)
     quiet = silent(batch, "equal").groups[0]
     trainer = make_trainer(folder, mini_batches=2)

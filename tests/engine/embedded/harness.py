@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
@@ -19,6 +20,9 @@ from rollover.weights.base import WeightSource
 from tests.engine.contract import tokens
 
 CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4, stream_interval_tokens=1)
+
+BOTH = pytest.mark.usefixtures("kernels")
+"""For laws that depend on how an iteration is computed."""
 
 
 def core_of(folder: Path, **settings: Any) -> EngineCore:

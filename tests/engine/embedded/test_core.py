@@ -16,26 +16,10 @@ from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import assert_wellformed, request
 from tests.engine.embedded import harness
-from tests.engine.embedded.harness import Calls, core_of, run
+from tests.engine.embedded.harness import BOTH, Calls, core_of, run
 from tests.engine.models import VOCAB, logprobs, saved, tiny_model
 
 PROMPT = (5, 6, 7, 8, 9, 10)
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to compute."""
-    monkeypatch.setattr(harness, "CONFIG", replace(harness.CONFIG, cpu_kernels=request.param))
-    return str(request.param)
-
-
-BOTH = pytest.mark.usefixtures("kernels")
-"""For laws that depend on how an iteration is computed."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
 
 
 @BOTH
@@ -252,11 +236,7 @@ def test_isolated_prompts_share_with_their_siblings_alone(folder: Path) -> None:
 
 @BOTH
 def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folder: Path) -> None:
-    models = {
-        0: tiny_model(sharpness=3.0),
-        2: tiny_model(seed=1, sharpness=3.0),
-        3: tiny_model(seed=2, sharpness=3.0),
-    }
+    models = {0: tiny_model(sharpness=3.0), 2: tiny_model(seed=1, sharpness=3.0), 3: tiny_model(seed=2, sharpness=3.0)}
     core = core_of(folder, kv_on_update="recompute", stream_interval_tokens=7)
     calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPT, max_new_tokens=40) for i in range(3)])
     calls.step(10)

@@ -16,14 +16,8 @@ from rollover.errors import EngineError, EngineTimeout, ResourceError
 from rollover.types import FinishReason
 from tests.engine.contract import DEADLINE_S, assert_wellformed, collect, request, tokens
 from tests.engine.embedded.harness import CONFIG
-from tests.engine.models import saved, tiny_model
 
 pytestmark = pytest.mark.real_time
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
 
 
 def engine_of(folder: Path, *, lockstep: bool = False, **settings: Any) -> EmbeddedEngine:
@@ -42,21 +36,12 @@ def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str
 
         async def consume(name: str, length: int, call: int = 0) -> None:
             req = request(
-                name,
-                seed=len(name) + length,
-                max_new_tokens=length,
-                response_ids=heads.get(name, ()),
-                call=call,
+                name, seed=len(name) + length, max_new_tokens=length, response_ids=heads.get(name, ()), call=call
             )
             async for chunk in engine.generate(req):
                 heads[name] = heads.get(name, ()) + chunk.token_ids
                 log.append(
-                    (
-                        req.request_id,
-                        len(chunk.token_ids),
-                        engine.stats().decode_iterations,
-                        chunk.finish_reason,
-                    )
+                    (req.request_id, len(chunk.token_ids), engine.stats().decode_iterations, chunk.finish_reason)
                 )
                 if chunk.finish_reason is FinishReason.LENGTH:
                     for _ in range(length % 5):  # a reward that takes its time

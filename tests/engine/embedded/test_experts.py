@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ from tests.engine.models import EXPERTS, FAMILIES, logprobs, saved, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, opened, serving
 
 WAYS = ["compiled", "torch", "recorded"]
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def experts_model(seed: int = 0, **settings: Any) -> PreTrainedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from rollover.errors import ConfigError, EngineError, ModelError
 from rollover.hf.architecture import Architecture
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request
-from tests.engine.embedded import harness
-from tests.engine.embedded.harness import core_of, run
+from tests.engine.embedded.harness import BOTH, core_of, run
 from tests.engine.models import FAMILIES, greedy, logprobs, saved, tiny_model
 
 LLAMA3 = {
@@ -42,17 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MODELS |= FAMILIES
 PROMPTS = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to compute."""
-    monkeypatch.setattr(harness, "CONFIG", replace(harness.CONFIG, cpu_kernels=request.param))
-    return str(request.param)
-
-
-BOTH = pytest.mark.usefixtures("kernels")
-"""For laws that depend on how an iteration is computed."""
 
 
 @BOTH
@@ -195,10 +182,7 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model_type": "gemma2"},
-            "'gemma2' is not supported by the embedded engine",
-        ),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported by the embedded engine"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification.*Qwen3ForCausalLM"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope.*yarn"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ ODD: dict[str, Any] = {"hidden_size": 20, "intermediate_size": 37, "vocab_size":
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     return compiled(16, 4, 2)
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_running", [1, 6, 7, 13, 14, 15, 29])

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.real_time
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     """Memory is to be given back at once, not when Python looks for cycles."""
@@ -58,9 +53,7 @@ def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, ker
     assert len(tokens(Calls(core, [request("a")]).finish()["a#0"])) == 12
 
 
-def test_sleep_changes_no_sample_and_empties_the_caches(
-    folder: Path,
-) -> None:
+def test_sleep_changes_no_sample_and_empties_the_caches(folder: Path) -> None:
     drawn, cached = [], []
     for sleeps in (False, True):
         core = core_of(folder)

@@ -1,13 +1,15 @@
-"""Tests of a swarm may be coroutines: each runs in an event loop of its own, with a deadline, or in virtual time if its
-module says ``IN_VIRTUAL_TIME``."""
+"""An experiment for processes. Tests may be coroutines: each runs in an event loop of its own, with a deadline, or in
+virtual time if its module says ``IN_VIRTUAL_TIME``."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 
 import pytest
 
+from tests import runs
 from tests.speed import within
 
 DEADLINE_S = within(200.0)
@@ -25,3 +27,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(law())
     return True
+
+
+@pytest.fixture
+def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
+    return runs.write_experiment(tmp_path, tiny_model).parent

@@ -5,18 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from tests import runs
 from tests.swarm.chaos.campaign import Case, survive
 from tests.swarm.chaos.faults import Blows
 from tests.swarm.chaos.laws import sampled
 from tests.swarm.nginx_kit import NGINX
-
-
-@pytest.fixture
-def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
-    return runs.write_experiment(tmp_path, tiny_model).parent
 
 
 def test_push_pull_survives_kills_pauses_and_a_bad_network(experiment_folder: Path) -> None:

@@ -6,18 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load
 
 from rollover.run.layout import RUN_FILES
 from tests import runs
 from tests.swarm.chaos.stage import Stage
-
-
-@pytest.fixture
-def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
-    return runs.write_experiment(tmp_path, tiny_model).parent
 
 
 async def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(experiment_folder: Path) -> None:

@@ -38,7 +38,7 @@ def _begun() -> multiprocessing.context.ForkServerContext:
 
 
 def _server() -> multiprocessing.context.ForkServerContext:
-    """Return the server, which is started once: the working directory is that of all threads."""
+    """Return the server, which is started once: all threads share its working directory."""
     with _LOCK:
         return _begun()
 
@@ -92,12 +92,7 @@ class Forked:
 
 
 def _main(
-    folder: str,
-    name: str,
-    argv: Sequence[str],
-    kill_at: Cue | None,
-    tokens_per_s: float | None,
-    has_own_clock: bool,
+    folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, tokens_per_s: float | None, has_own_clock: bool
 ) -> None:
     """The forked process."""
     import torch

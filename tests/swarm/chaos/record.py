@@ -20,14 +20,10 @@ from rollover.swarm.wire.messages import (
     Welcome,
     unpack_ids,
 )
+from tests.swarm.kit import plain
 
 SAMPLE = re.compile(r"g\d+\.\d+\.")
 """Keys of samples that are trained; checks and evaluations have others, and are in no journal."""
-
-
-def _plain(sample_key: str) -> str:
-    """Return a sample key without the seal with which workers are told it."""
-    return sample_key.partition("~")[0]
 
 
 @dataclass
@@ -38,7 +34,6 @@ class SeenCall:
     tokens: dict[int, int]
     num_acked: int = 0
     """Its worker was told that so many tokens are durable."""
-    is_over: bool = False
 
     def put(self, offset: int, ids: tuple[int, ...]) -> None:
         """Record tokens. A position never changes."""
@@ -54,7 +49,6 @@ class WireRecord:
     frames: Counter[str] = field(default_factory=Counter)
     """By message."""
     faults: Counter[str] = field(default_factory=Counter)
-    hellos: list[tuple[float, str]] = field(default_factory=list)
     welcomes: list[tuple[float, str]] = field(default_factory=list)
     servings: list[tuple[float, str, int]] = field(default_factory=list)
     goodbyes: list[tuple[str, Goodbye]] = field(default_factory=list)
@@ -64,15 +58,12 @@ class WireRecord:
         self.frames[type(message).__name__] += 1
         match message:
             case Hello(held=held):
-                self.hellos.append((time.monotonic(), member))
                 for offer in held:
-                    self.calls.setdefault(offer.call_id, SeenCall(_plain(offer.sample_key), {}))
+                    self.calls.setdefault(offer.call_id, SeenCall(plain(offer.sample_key), {}))
             case Serving(version=version):
                 self.servings.append((time.monotonic(), member, version))
             case Decoded():
-                call = self.calls[message.call_id]
-                call.put(message.offset, unpack_ids(message.token_ids))
-                call.is_over = message.finish_reason is not None
+                self.calls[message.call_id].put(message.offset, unpack_ids(message.token_ids))
 
     def down(self, member: str, message: FromCoordinator) -> None:
         """A message goes out to a worker."""
@@ -82,7 +73,7 @@ class WireRecord:
                 self.welcomes.append((time.monotonic(), member))
             case Assign():
                 # Assigned a second time, since its member does not know it, it goes on with tokens drawn anew.
-                call = self.calls.setdefault(message.call_id, SeenCall(_plain(message.sample_key), {}))
+                call = self.calls.setdefault(message.call_id, SeenCall(plain(message.sample_key), {}))
                 call.tokens = dict(enumerate(unpack_ids(message.response_ids)))
             case Adopt() if (held := self.calls.get(message.held)) is not None:
                 # What the worker has sent of it is a response of its own, should the call have failed since.
@@ -92,9 +83,3 @@ class WireRecord:
                 call.num_acked = max(call.num_acked, message.offset)
             case Goodbye():
                 self.goodbyes.append((member, message))
-
-    def num_under_way(self) -> int:
-        """Return how many calls of samples that are trained have tokens, and more to come."""
-        return sum(
-            bool(call.tokens) and not call.is_over for call in self.calls.values() if SAMPLE.fullmatch(call.sample_key)
-        )

@@ -46,7 +46,7 @@ class Toll:
     """What was done to each of the cast."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """By name and way: ``coordinator/event`` for one that died as an event went to the journal."""
+    """By name and way: ``coordinator/event`` for a coordinator that died as an event went to the journal."""
     others: Counter[str] = field(default_factory=Counter)
     num_starts: int = 0
     """Of the coordinator."""

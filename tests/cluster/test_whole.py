@@ -1,6 +1,8 @@
-"""A whole run on a cluster: servers and ranks on two kinds of nodes, of which one goes and another comes, and a process
-of the run that is killed and resumed. Its ledger adds up. That such a run learns what one machine does is a law of
-``test_runs.py``."""
+"""A whole run on a cluster: servers on two kinds of nodes and the trainer on one of them, which goes and another comes,
+and a process of the run that is killed and resumed. Its ledger adds up.
+
+Several ranks are in ``test_ranks.py``. That such a run learns what one machine does is a law of ``test_runs.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ GROUPS, GROUP_SIZE = 4, 4
 LOST_AT = 2
 """Steps that are done when a node goes."""
 MORE = 2
-"""Steps that the resumed run takes beyond those of the one that was killed."""
+"""Steps that the resumed run takes beyond the steps of the killed run."""
 BOTH = {"engine-0", "engine-1"}
 ENGINE = """\
 [engine]
@@ -49,7 +51,7 @@ learn = 1
 """
 SIZES = (
     *("--steps", "500", "--rollout.rollout_batch_size", str(GROUPS), "--rollout.group_size", str(GROUP_SIZE)),
-    *("--rollout.max_new_tokens", "24", "--trainer.num_devices", "2", "--trainer.device", "cpu"),
+    *("--rollout.max_new_tokens", "24", "--trainer.device", "cpu"),
     *("--trainer.mini_batches", "2", "--trainer.learning_rate", "5e-3", "--trainer.rank_timeout_s", "30"),
     *("--logging.progress", "plain"),
 )
@@ -69,7 +71,8 @@ def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
 ) -> None:
     run = Path("out")
     Path("run.toml").write_text(runs.CONFIG.partition("[engine]")[0] + ENGINE + trainer_and_below())
-    nodes = {name: add_node(cluster, {name: 1, "learn": 1}) for name in ("steady", "spot")}
+    kinds = {"steady": {"steady": 1.0}, "spot": {"spot": 1.0, "learn": 1.0}}
+    nodes = {name: add_node(cluster, kind) for name, kind in kinds.items()}
     try:
         argv = ("train", "run.toml", "--run-dir", "out", "--cluster.address", cluster.address, *SIZES)
         process = Forked(experiment, "driver", argv)
@@ -81,21 +84,21 @@ def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
 
             wait(lambda: steps_done() >= LOST_AT, f"{LOST_AT} steps")
             cluster.remove_node(nodes.pop("spot"), allow_graceful=False)
-            nodes["spot"] = add_node(cluster, {"spot": 1, "learn": 1})
+            nodes["spot"] = add_node(cluster, kinds["spot"])
             wait(lambda: "engine-1 is back with weights version" in said(), "the server that was on the node that went")
             back, steps = len(written(run)), steps_done()
             wait(lambda: steps_done() >= steps + 2, "two steps with both servers")
             wait(lambda: samplers(written(run)[back:]) == BOTH, "samples of both servers")
         finally:
             process.kill()
-        assert "; restarting all 2 ranks from " in said(), "no rank was on the node that went"
+        assert "; restarting its rank from " in said()
         killed, steps = len(written(run)), steps_done() + MORE
         assert cli.main(["train", "--resume", "out", "--steps", str(steps)]) == 0, capsys.readouterr().err
         check_laws(run, steps)
         for first, last in ((0, consumed(run)[LOST_AT - 1]), (back, killed), (killed, None)):
             names = samplers(written(run)[first:last])
             assert names == BOTH, f"of events {first} to {last} all are from {names}"
-        until(lambda: cluster_has(cluster, steady=1, spot=1, learn=2), "what the run had is given back")
+        until(lambda: cluster_has(cluster, steady=1, spot=1, learn=1), "what the run had is given back")
         assert leftovers("") == []
     finally:
         for node in nodes.values():
@@ -112,7 +115,7 @@ def written(run: Path) -> list[Event]:
 
 
 def consumed(run: Path) -> list[int]:
-    """Where in the journal batches are handed out, those that are replayed too."""
+    """Where in the journal batches are handed out, replayed batches too."""
     return [number for number, event in enumerate(written(run)) if isinstance(event, BatchConsumed)]
 
 
@@ -133,8 +136,7 @@ def check_laws(run: Path, steps: int) -> None:
     assert len(groups) == len(set(groups)) == steps * GROUPS, "a group is missing or was trained twice"
     tokens, num_decoded = ledger.tokens, sum(len(event.segment.token_ids) for event in decoded(written(run)))
     assert tokens.decoded == num_decoded, "a decoded token is in no account"
-    assert tokens.decoded == tokens.trained + tokens.wasted.total() + tokens.live
     assert (+tokens.wasted).keys() <= {WasteCause.ZERO_ADVANTAGE}, "tokens were thrown away"
     bound = RolloutConfig().staleness_bound
     assert all(batch.step - min(t.policy_versions) <= bound for batch in batches for t in batch.trajectories)
-    assert read_manifest(run / "checkpoints" / f"step_{steps}").num_ranks == 2
+    assert read_manifest(run / "checkpoints" / f"step_{steps}").version == steps

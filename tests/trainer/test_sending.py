@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,12 @@ def receivers(*names: str, **settings: Any) -> Iterator[list[ReceiverProcess]]:
         yield opened
 
 
-def send(
-    source: Any, to: Sequence[ReceiverProcess], formats: dict[str, str], limit_s: float = within(10.0)
-) -> SendReport:
+def send(source: Any, to: Sequence[ReceiverProcess], formats: dict[str, str], **limits: float) -> SendReport:
     pieces = pieces_of.buckets(pieces_of.as_served(source.manifest.tensors, formats), limit_bytes=LIMIT)
     assert len(pieces) > 3
-    return asyncio.run(
-        send_weights(
-            lambda plan: source.open_sender(plan, pieces),
-            pieces,
-            [each.receiver() for each in to],
-            limit_s=limit_s,
-            part_s=within(2.0),
-        )
-    )
+    limits = {"limit_s": within(10.0), "part_s": within(2.0), **limits}
+    opened = partial(source.open_sender, buckets=pieces)
+    return asyncio.run(send_weights(opened, pieces, [each.receiver() for each in to], **limits))
 
 
 def digests(weights: Any) -> dict[str, str]:
@@ -85,10 +78,7 @@ def test_weights_are_sent_until_the_next_step_begins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "settings"),
-    [
-        ({"tie_word_embeddings": False}, {}),
-        ({"tie_word_embeddings": True}, {"lora": LoraConfig(rank=4)}),
-    ],
+    [({"tie_word_embeddings": False}, {}), ({"tie_word_embeddings": True}, {"lora": LoraConfig(rank=4)})],
     ids=["untied", "lora"],
 )
 def test_ranks_send_what_they_would_have_written_and_none_has_all_of_it(
@@ -116,7 +106,7 @@ def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = make_folder(tmp_path / "model")
     told: list[str] = []
-    limit_s = within(2.0) if number == signal.SIGSTOP else within(20.0)
+    limit_s = within(1.0) if number == signal.SIGSTOP else within(20.0)
     with ExitStack() as stack:
         well, lost = stack.enter_context(receivers("well", "lost", timeout_s=limit_s))
         trainer: Any = make_trainer(folder)
@@ -125,7 +115,7 @@ def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
         trainer.step(make_batch(step=0))
         lost._on_bucket = lambda bucket: lost.kill(number) if bucket == 2 else None
         with pytest.raises(TransferFailed, match="sending weights to well, lost failed") as caught:
-            send(trainer.weights_to_send(), [well, lost], {}, limit_s=limit_s)
+            send(trainer.weights_to_send(), [well, lost], {}, limit_s=limit_s, part_s=within(0.5))
         assert [receiver.name for receiver in caught.value.gone] == ["lost"]
         send(trainer.weights_to_send(), [well], {})
         assert well.held == digests(dict(trainer.weights_to_send().tensors()))

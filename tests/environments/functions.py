@@ -93,10 +93,6 @@ def once_bad(prompts: list[str], completions: list[str], path: list[str], **colu
     return [1.0]
 
 
-def undecided(prompts: list[str], completions: list[str], **columns: Any) -> list[None]:
-    return [None]
-
-
 def infinite(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     return [float("inf")]
 

@@ -97,9 +97,7 @@ def test_a_strategy_takes_turns_with_the_trainer_or_is_refused_at_once(
     assert steps == [what for step in range(3) for what in ("asleep", f"step {step}")]
     assert [turn[-1] for turn in turns] == ["rest"] * len(turns)  # before the engine takes its memory
     assert log[-1] == "load 3"
-    ledger = runs.ledger(Path("out"))
-    assert ledger.next_step == 3
-    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+    assert runs.ledger(Path("out")).next_step == 3
     assert all("time/sleep_s" in row for row in runs.rows(Path("out")))
 
 
@@ -198,9 +196,7 @@ def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config
         assert done.code == 0, done.err
         labels = [httpx.get(f"{url}/info").json()["label"] for url in (one, two)]
         assert all(label.endswith(":4:free") for label in labels)
-    ledger = runs.ledger(Path("out"))
-    assert ledger.next_step == 4
-    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+    assert runs.ledger(Path("out")).next_step == 4
 
 
 def test_a_server_killed_asleep_comes_back_with_the_current_weights(
@@ -227,9 +223,7 @@ def test_a_server_killed_asleep_comes_back_with_the_current_weights(
     assert any("is back with weights version" in record.getMessage() for record in caplog.records)
     later = [e for e in runs.events(Path("out")) if isinstance(e, SegmentEnded) and e.segment.policy_version > 1]
     assert sum(len(e.segment.token_ids) for e in later) > 0
-    ledger = runs.ledger(Path("out"))
-    assert ledger.next_step == 4
-    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+    assert runs.ledger(Path("out")).next_step == 4
 
 
 def test_ranks_take_turns_with_the_engine_and_learn_the_same(

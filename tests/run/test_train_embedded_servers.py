@@ -124,6 +124,5 @@ def test_a_killed_server_comes_back_with_current_weights(experiment: Path) -> No
         until_dead([run.pid, *last])
     assert run.exit_code == 130 and "Traceback" not in run.log.read_text(), run.last_words()
     ledger = runs.ledger(experiment / "out")
-    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     assert WasteCause.FAILED not in ledger.tokens.wasted
     assert len(runs.rows(experiment / "out")) == ledger.next_step

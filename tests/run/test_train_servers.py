@@ -44,7 +44,6 @@ def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment
         name = run.identity()
     assert {one.version, two.version} == {f"rollover:{name}:3:free"}
     assert min(sum(path == "/v1/completions" for _, path, _, _ in server.log) for server in (one, two)) > 5
-    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     # APRIL's later batches hold tokens of older versions, how many depends on timing; the first holds none.
     fresh = runs.rows(out) if strategy == "sync" else runs.rows(out)[:1]
     assert max(abs(row["kl/rollout_proximal_k1"]) for row in fresh) < 1e-5

@@ -23,9 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-VERSION = "0.3.1"
-
-
 # -- slime.utils.types ------------------------------------------------------------------------------------------------
 
 

@@ -157,7 +157,6 @@ async def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
     fleet.ledger.check()
     tokens = fleet.ledger.tokens
     assert tokens.trained == trained
-    assert tokens.decoded == trained + tokens.live + sum(tokens.wasted.values())
     assert fleet.ledger.tokens.decoded <= sum(s.decoded_tokens for s in fleet.servers.values())
     assert max(fleet.scorer.scored.values()) == 1, "nothing is scored twice"
     await fleet.pool.close()

@@ -217,7 +217,7 @@ def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 def weights(run: Path, step: int) -> bytes:
-    """Of a checkpoint: the model's, or those of its adapters."""
+    """Weights of a checkpoint: the model's, or its adapters'."""
     folder = run / "checkpoints" / f"step_{step}"
     (file,) = (path for name in ("model", "adapter_model") if (path := folder / f"{name}.safetensors").is_file())
     return file.read_bytes()

@@ -132,7 +132,7 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
 
 
 def is_setting(name: str) -> bool:
-    """Whether ``name`` leads to a key of a run's config, of whichever kind; ``reward`` is that of a task source."""
+    """Whether ``name`` leads to a key of a run's config, of whichever kind; ``reward`` is the key of a task source."""
     path = (["tasks", "train", "0"] if name.startswith("reward.") else []) + name.split(".")
     return bool(types_at(RunConfig, path))
 

@@ -164,10 +164,7 @@ def test_the_examples_of_a_name_are_true(name: str) -> None:
     assert not told, "".join(told)
 
 
-ELSEWHERE = {
-    "train": "test_rollover_train_trains_as_the_command_line_does",
-    "__version__": "test_cli",
-}
+ELSEWHERE = {"train": "test_rollover_train_trains_as_the_command_line_does", "__version__": "test_cli"}
 """Names whose example takes a run or a program, with what checks it."""
 
 

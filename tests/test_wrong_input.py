@@ -266,9 +266,7 @@ def test_a_cache_that_does_not_fit_into_memory_is_named(refused: Say) -> None:
     assert f"lower engine.kv_cache_bytes (now {10**16})" in message
 
 
-def test_a_malformed_reward_ends_the_run_and_is_scored_again_once_mended(
-    refused: Say,
-) -> None:
+def test_a_malformed_reward_ends_the_run_and_is_scored_again_once_mended(refused: Say) -> None:
     wrong = "async def f(completions, **columns):\n    return 1.0\n"
     Path("plain_reward.py").write_text(wrong)
     argv = ("train", "run.toml", "--run-dir", "out", "--tasks.train.0.reward.function", "plain_reward:f")

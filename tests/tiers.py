@@ -1,4 +1,4 @@
-"""Which tests run before every commit, and which are *deep*: those that start processes or need seconds.
+"""Which tests run before every commit, and which are *deep*: they start processes or need seconds.
 
 A test is deep if it asks for one of ``FIXTURES`` or is listed in ``deep.txt``: a folder, a file, a function or one set
 of parameters a line. Any other test may start no process and may use no more than ``LIMIT_S`` of processor time, or it
@@ -79,7 +79,7 @@ def processes() -> Processes:
 
 
 class TooDeep(AssertionError):
-    """A test does not belong to those that run before every commit."""
+    """A test that runs before every commit is too deep for it."""
 
 
 @contextmanager

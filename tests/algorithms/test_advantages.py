@@ -256,7 +256,7 @@ def by_component(
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
-def test_gdpo_normalises_each_component_in_its_group_before_the_weighted_sum(name: str) -> None:
+def test_gdpo_normalises_components_by_group_before_their_weighted_sum(name: str) -> None:
     # Group 0, a = (1, 0, 0): (2, -1, -1) / 3 over s = 0.577350 is (1.154701, -0.577350, -0.577350); b = (0, 3, 3) is
     # the opposite, times 0.5. Sum: (0.577350, -0.288675, -0.288675). Group 1, a equal: 0; b = (3, 1): (1, -1) over
     # s = 1.414214, times 0.5: (0.353553, -0.353553). Squares: 1/3 + 2/12 + 2/8 = 0.75; root of 0.75 / 5 = 0.387298.

@@ -69,9 +69,7 @@ def test_decoupled_loss_starts_as_truncated_importance_sampling(name: str, seed:
 def test_with_fresh_data_every_correction_is_plain_ppo(name: str) -> None:
     tokens = random_batch(0)
     fresh = replace(
-        tokens,
-        rollout_logprobs_T=tokens.proximal_logprobs_T,
-        staleness_T=torch.zeros_like(tokens.staleness_T),
+        tokens, rollout_logprobs_T=tokens.proximal_logprobs_T, staleness_T=torch.zeros_like(tokens.staleness_T)
     )
     expected = gradient(row(name, correction="none"), fresh, denominators(fresh))
     variants = [row(name), row(name, correction="mis"), row(name, correction="mask_stale")]

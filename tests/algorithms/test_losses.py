@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
-from tests.algorithms.batches import (
-    WORKED,
-    denominators,
-    f64,
-    gradient,
-    random_batch,
-    row,
-    take,
-    worked_batch,
-)
+from tests.algorithms.batches import WORKED, denominators, f64, gradient, random_batch, row, take, worked_batch
 
 GOLDEN = {
     # Ratios (1.5, 0.9, 0.7), advantages (1, 1, -1), weights (1, 3, 0.5) truncated at 2: factors (1, 2, 0.5).
@@ -224,8 +215,7 @@ def test_an_absurd_ratio_neither_overflows_nor_poisons_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["trainer_logprobs_T", "proximal_logprobs_T", "rollout_logprobs_T", "ref_logprobs_T", "advantages_T"],
+    "name", ["trainer_logprobs_T", "proximal_logprobs_T", "rollout_logprobs_T", "ref_logprobs_T", "advantages_T"]
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_value_that_is_not_finite_is_refused_with_its_sample(name: str, value: float) -> None:
@@ -261,10 +251,7 @@ def test_a_denominator_of_0_is_refused(empty: Denominators) -> None:
 def test_a_micro_batch_without_tokens_is_refused() -> None:
     batch, _ = take(worked_batch(), [0])
     names = [f.name for f in fields(batch) if f.name.endswith("_T")]
-    empty = replace(
-        batch,
-        **{name: each[:0] for name in names if (each := getattr(batch, name)) is not None},
-    )
+    empty = replace(batch, **{name: each[:0] for name in names if (each := getattr(batch, name)) is not None})
     with pytest.raises(LossError, match="holds no token"):
         policy_loss(row("grpo"), empty, WORKED)
 

@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import policy_loss
-from tests.algorithms.batches import (
-    WORKED,
-    denominators,
-    f64,
-    gradient,
-    random_batch,
-    row,
-    take,
-    worked_batch,
-)
+from tests.algorithms.batches import WORKED, denominators, f64, gradient, random_batch, row, take, worked_batch
 
 
 def metrics_of(algorithm: Algorithm, tokens: TokenBatch | None = None) -> dict[str, float]:

@@ -50,7 +50,7 @@ def test_order_is_irrelevant_if_responses_or_groups_weigh_the_same(aggregation: 
 
 
 def test_a_token_mean_of_batches_by_length_favours_short_responses() -> None:
-    """Exactly by the tokens of the batches: each token is divided by those of its own."""
+    """Exactly by the tokens of the batches: each token is divided by the tokens of its own batch."""
     ordered_T, mixed_T = summed("token-mean", LONGEST_FIRST), summed("token-mean", MIXED)
     assert torch.linalg.norm(ordered_T - mixed_T) > 0.3 * torch.linalg.norm(mixed_T)
     sample_T = torch.repeat_interleave(torch.arange(16), torch.tensor(LENGTHS))

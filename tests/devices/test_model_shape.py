@@ -1,4 +1,4 @@
-"""Shapes of models: counts are those of transformers, to the parameter."""
+"""Shapes of models: counts equal transformers', to the parameter."""
 
 from __future__ import annotations
 
@@ -44,12 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3 without a head's width": {"model_type": "qwen3"},
     "qwen3 experts without a head's width": {"model_type": "qwen3_moe", **EXPERTS},
-    "mixtral": {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2 experts": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56, **EXPERTS},
     "qwen2 every other": {
         "model_type": "qwen2_moe",

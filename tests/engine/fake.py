@@ -229,8 +229,4 @@ class FakeEngine:
 
 def opened(engine: Any) -> OpenedEngine:
     """Return the record of a scripted engine that takes weights, in the roles whose methods it has."""
-    return OpenedEngine(
-        engine=engine,
-        weights=engine,
-        until_up=getattr(engine, "until_up", None),
-    )
+    return OpenedEngine(engine=engine, weights=engine, until_up=getattr(engine, "until_up", None))

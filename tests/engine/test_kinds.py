@@ -15,12 +15,7 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.swarm.config import SwarmConfig
 
 NOTHING = EngineDemands(
-    strategy="april",
-    staleness_bound=0,
-    in_flight_update=False,
-    deterministic=False,
-    adapters=False,
-    on_cluster=False,
+    strategy="april", staleness_bound=0, in_flight_update=False, deterministic=False, adapters=False, on_cluster=False
 )
 
 

@@ -1,4 +1,4 @@
-"""Several rewards of one source: their weighted sum, their components, and those that do not apply."""
+"""Several rewards of one source: their weighted sum, their components, and components that do not apply."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def found(score: Score | RewardError) -> tuple[float, dict[str, float], bool | N
 EXACT = ExactConfig(extract="whole", workers=0)
 
 
-def test_a_reward_is_the_weighted_sum_and_the_first_one_decides_what_is_solved() -> None:
+def test_a_reward_is_the_weighted_sum_and_its_first_part_decides_solved() -> None:
     both = [EXACT, function(name="two", weight=0.5, pass_score=9)]
     assert found(scores(both, "[4]", a="[4]")[0]) == (3.0, {"exact": 1.0, "two": 4.0}, True)
     assert found(scores(both, "[4]")[0]) == (2.0, {"exact": 0.0, "two": 4.0}, False)

@@ -155,7 +155,7 @@ async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
     assert asked.token_ids == (7,)
 
 
-async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_first() -> None:
+async def test_a_request_joins_the_first_if_it_is_a_retry_or_nobody_waits() -> None:
     guest = Guest()
     first = ask(guest, user("a"))
     assert ask(guest, user("a")) is first, "its connection is gone"
@@ -176,7 +176,7 @@ async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_firs
     assert ask(lost, user("a")) is first, "nobody has heard the reply"
 
 
-async def test_a_retry_is_of_the_request_whose_connection_is_gone_even_if_it_comes_first() -> None:
+async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None:
     door, guest, connections = Door(), Guest(), list[Connection]()
     key = door.let_in(guest)
     for num_retries in (0, 0, 1):  # two equal requests, and a retry of the first

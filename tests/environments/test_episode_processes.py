@@ -75,7 +75,7 @@ async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
 
 @pytest.mark.real_time
 async def test_tools_that_hang_together_cost_one_time_out(tmp_path: Path) -> None:
-    """No turn is answered a second time, neither one that is late nor one beside it."""
+    """No turn is answered a second time, neither a late turn nor a turn beside it."""
     waits = [3600, 0, 3600, 0, 3600]
     config = replace(FAST, functions=(f"{HERE}:noted",))
     texts = [call("noted", path=str(tmp_path / "log"), seconds=seconds) for seconds in waits]

@@ -102,8 +102,7 @@ def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, mark
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["leaves_a_program", "leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"],
+    "name", ["leaves_a_program", "leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"]
 )
 def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Callable[[], list[int]]) -> None:
     async def use(scorer: RewardScorer) -> None:
@@ -148,9 +147,7 @@ def test_a_function_that_ruins_its_process_fails_its_sample_alone(
     assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
 
 
-def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(
-    marked: Callable[[], list[int]],
-) -> None:
+def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(marked: Callable[[], list[int]]) -> None:
     async def use(scorer: RewardScorer) -> None:
         texts = ["hang 1", "die 2", "3", "hang 4", "die 5", "6", "7"] * 2
         sources = ["late" if "hang" in text else "s" for text in texts]

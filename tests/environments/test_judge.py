@@ -176,7 +176,7 @@ def test_failures_that_may_pass_are_tried_again_until_the_server_is_well() -> No
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404])
-def test_a_request_that_the_server_refuses_ends_the_run_at_the_first_sample(status: int) -> None:
+def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> None:
     answers = iter([Answer(status, b"no such model"), "Score: 1", Answer(status, b"too long")])
 
     async def use(scorer: RewardScorer, server: JudgeServer) -> None:
@@ -310,7 +310,7 @@ def test_a_judge_reads_the_question_without_the_chat_template() -> None:
     assert kept == row
 
 
-def test_a_reply_without_a_score_is_asked_for_again_once_the_judge_is_mended(tmp_path: Path) -> None:
+def test_a_score_that_was_missing_is_asked_for_again_from_a_mended_judge(tmp_path: Path) -> None:
     async def use(scorer: RewardScorer, server: JudgeServer) -> None:
         assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
         assert scorer.judge_metrics["judge/requests"] == 1.0 and scorer.judge_metrics["judge/recalled"] == 0.0

@@ -14,15 +14,7 @@ from rollover.errors import ConfigError
 from rollover.frontier.report import HEAD, render_study, rows, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
-from rollover.frontier.sweep import (
-    Length,
-    MeanOverSeeds,
-    Trial,
-    TrialResult,
-    run_trial,
-    run_trials,
-    workers,
-)
+from rollover.frontier.sweep import Length, MeanOverSeeds, Trial, TrialResult, run_trial, run_trials, workers
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Latency

@@ -1,4 +1,4 @@
-"""The feed hands the driver's batches to a host that counts for itself, and refuses one that loses count."""
+"""The feed hands the driver's batches to a host that counts for itself, and refuses a host that loses count."""
 
 from __future__ import annotations
 
@@ -268,12 +268,7 @@ def test_parts_that_do_not_open_are_named(tmp_path: Path, monkeypatch: pytest.Mo
 
     try:
         with pytest.raises(EngineTimeout, match=r"did not open the engine and its parts within 0 s: see what"):
-            Feed(
-                never,
-                RolloutConfig(),
-                journal=tmp_path / "journal.sqlite",
-                deadlines=Deadlines(open_timeout_s=0.05),
-            )
+            Feed(never, RolloutConfig(), journal=tmp_path / "journal.sqlite", deadlines=Deadlines(open_timeout_s=0.05))
     finally:
         cancelled.set()
 
@@ -338,10 +333,7 @@ def test_what_the_host_fails_with_comes_before_trouble_in_closing(tmp_path: Path
         yield FeedParts(engine=FakeEngine(lambda request: 5), source=Prompts(), scorer=ScoredByHost())
         raise EngineError("trouble in closing")
 
-    with (
-        pytest.raises(ZeroDivisionError),
-        Feed(opened, RolloutConfig(), journal=tmp_path / "a.sqlite") as feed,
-    ):
+    with pytest.raises(ZeroDivisionError), Feed(opened, RolloutConfig(), journal=tmp_path / "a.sqlite") as feed:
         assert feed.next_version == 0
         raise ZeroDivisionError
     with (

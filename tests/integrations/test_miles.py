@@ -303,7 +303,6 @@ def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path, servers
     process = Process(args)
     del sys.modules["miles.rollout.rm_hub"]
     with pytest.raises(
-        ConfigError,
-        match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1",
+        ConfigError, match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1"
     ):
         process.generate(0)

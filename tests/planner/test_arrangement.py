@@ -68,9 +68,7 @@ def problems(draw: st.DrawFn) -> tuple[Fabric, dict[str, Demand], Traffic]:
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_swaps_find_the_exhaustive_optimum_of_small_fleets(
-    problem: tuple[Fabric, dict[str, Demand], Traffic],
-) -> None:
+def test_swaps_find_the_exhaustive_optimum_of_small_fleets(problem: tuple[Fabric, dict[str, Demand], Traffic]) -> None:
     fab, demands, traffic = problem
     shares = partition(fab, demands, traffic)
     assert score(fab, shares, traffic) == pytest.approx(best_score(fab, shares, traffic), rel=1e-9)

@@ -63,9 +63,7 @@ def test_each_part_that_cannot_be_launched_is_named(plan: Plan) -> None:
     first, *rest = plan.placement.replicas
     apart = replace(first, stages=(replace(first.stages[0], node=0), replace(first.stages[0], node=1)))
     made = replace(
-        plan,
-        solution=replace(plan.solution, plan=training),
-        placement=replace(plan.placement, replicas=(apart, *rest)),
+        plan, solution=replace(plan.solution, plan=training), placement=replace(plan.placement, replicas=(apart, *rest))
     )
     assert plan.obstacles == ()
     assert made.obstacles == (

@@ -151,11 +151,7 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
             "count = 1_000_000_000",
             "fleet.toml:11: nodes.0.count times num_devices must be at most 65536, got",
         ),
-        (
-            "count = 3",
-            "count = 16384",
-            "fleet.toml:8: nodes: a fleet has at most 65536 devices; this one has 65552",
-        ),
+        ("count = 3", "count = 16384", "fleet.toml:8: nodes: a fleet has at most 65536 devices; this one has 65552"),
         ("count = 2", "counts = 2", "fleet.toml:11: nodes.0.counts: unknown key; did you mean 'count'?"),
         ("= 0.5", "= -0.5", "fleet.toml:17: nodes.1.price_per_hour must be above zero, got -0.5"),
         ("= 90", "= 0", "fleet.toml:2: budget_per_hour must be above zero, got 0.0"),

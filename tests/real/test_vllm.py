@@ -43,10 +43,7 @@ from tests.speed import within
 pytestmark = pytest.mark.vllm
 
 PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
-COMMANDS = (
-    (str(Path(PYTHON).with_name("vllm")), "serve"),
-    (PYTHON, "-m", "vllm.entrypoints.cli.main", "serve"),
-)
+COMMANDS = ((str(Path(PYTHON).with_name("vllm")), "serve"), (PYTHON, "-m", "vllm.entrypoints.cli.main", "serve"))
 """Both spellings, one for each of two servers."""
 CONTEXT, ENDLESS = 8192, 8000
 """On a busy machine an abort takes seconds to get from the server's front end to what decodes: a call must not be over by

@@ -116,7 +116,7 @@ def test_many_failures_are_told_and_few_are_not() -> None:
     assert found(0) == alarms(rows(30, rollout__failed_samples=lambda step: step, rollout__batch_samples=91)) == ()
 
 
-def test_the_first_failure_of_each_kind_is_shown_once_while_the_run_goes_on() -> None:
+def test_the_first_failure_of_each_kind_is_shown_once_during_the_run() -> None:
     shown: list[str] = []
     seen = SimpleNamespace(message=shown.append, rollout=lambda *_: None)
     observe = RunObserver(metrics=cast(Any, None), progress=cast(Any, seen), ledger=Ledger(), batch_size=1, engine=None)

@@ -24,12 +24,7 @@ def span(engine: str, start_s: float, end_s: float, version: int = 0, num_tokens
 
 
 def sample(i: int, *spans: DecodedSpan) -> SampleTrace:
-    return SampleTrace(
-        sample_id=SampleId(i, 0),
-        prompt_id=f"p{i}",
-        num_prompt_tokens=1,
-        spans=spans,
-    )
+    return SampleTrace(sample_id=SampleId(i, 0), prompt_id=f"p{i}", num_prompt_tokens=1, spans=spans)
 
 
 def timeline(*samples: SampleTrace) -> Timeline:

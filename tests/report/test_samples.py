@@ -138,7 +138,7 @@ def test_pieces_join_to_the_text() -> None:
 def sample(
     index: int, *texts: str, reward: float = 0.0, relative: float = 0.5, step: int = 3, cut: bool = False
 ) -> TrainedSample:
-    """A sample of some segments, each sampled by a version of its own, the last by that of the step."""
+    """A sample of some segments, each sampled by a version of its own, the last by the version of the step."""
     last = len(texts) - 1
     reasons = [FinishReason.ABORT] * last + [FinishReason.LENGTH if cut else FinishReason.STOP]
     return TrainedSample(

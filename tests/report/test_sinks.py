@@ -115,10 +115,7 @@ def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch
     assert runs[0].init["project"] == "april" and runs[0].init["name"] == "first"
     assert runs[0].init["config"] == {"engine": {"api_key": HIDDEN}}
     assert runs[0].init["settings"] == {"x_disable_meta": True}, "W&B would send the command line as it was typed"
-    assert runs[0].rows == [
-        ({"warmup_step": 3, "warmup/loss": 1.0}, None),
-        ({"train_step": 0, "loss": 0.5}, None),
-    ]
+    assert runs[0].rows == [({"warmup_step": 3, "warmup/loss": 1.0}, None), ({"train_step": 0, "loss": 0.5}, None)]
     assert runs[0].finished
 
 

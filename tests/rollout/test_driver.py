@@ -260,9 +260,7 @@ async def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: 
 async def test_only_failures_without_a_token_in_between_count_together() -> None:
     faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
     rig = make_rig(
-        "sync",
-        engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
-        limits=Limits(max_retries=1),
+        "sync", engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults), limits=Limits(max_retries=1)
     )
     batches = await with_stop(rig, rig.train(1))
     assert not faults and not rig.ledger.num_failed
@@ -272,9 +270,7 @@ async def test_only_failures_without_a_token_in_between_count_together() -> None
 async def test_being_displaced_is_no_failure() -> None:
     faults: dict[tuple[str, int], EngineError] = {("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)}
     rig = make_rig(
-        "sync",
-        engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
-        limits=Limits(max_retries=0),
+        "sync", engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults), limits=Limits(max_retries=0)
     )
     await with_stop(rig, rig.train(1))
     assert not faults and not rig.ledger.num_failed
@@ -486,9 +482,7 @@ def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
 ) -> None:
     """Ids, log-probs, versions, budget: ``kit.assert_exact``. Every request carries exactly what came before."""
     engine = make_engine(
-        length=lognormal(15, 0.8, cap=80, salt=salt),
-        max_running=max_running,
-        stream_interval_tokens=stream_interval,
+        length=lognormal(15, 0.8, cap=80, salt=salt), max_running=max_running, stream_interval_tokens=stream_interval
     )
 
     async def main() -> dict[int, Batch]:

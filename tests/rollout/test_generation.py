@@ -46,11 +46,7 @@ class Scripted:
 
 
 def call_to(
-    engine: Any,
-    *,
-    token_budget: int | None = None,
-    save_every_tokens: int = 1000,
-    sampling: SamplingParams = SAMPLING,
+    engine: Any, *, token_budget: int | None = None, save_every_tokens: int = 1000, sampling: SamplingParams = SAMPLING
 ) -> SampleCall:
     ledger = Ledger([GroupOpened(0.0, 0, PROMPT, 1, 1), SampleStarted(0.0, FIRST, 3)])
     return SampleCall(

@@ -114,19 +114,10 @@ events = st.one_of(
     ),
     st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts, cause=st.sampled_from(WasteCause)),
     st.builds(
-        GroupDropped,
-        time_s=times,
-        group_id=sizes,
-        cause=st.sampled_from(WasteCause),
-        prompt_returned=st.booleans(),
+        GroupDropped, time_s=times, group_id=sizes, cause=st.sampled_from(WasteCause), prompt_returned=st.booleans()
     ),
     st.builds(BatchConsumed, time_s=times, step=sizes, group_ids=st.lists(sizes).map(tuple)),
-    st.builds(
-        BatchTrained,
-        time_s=times,
-        step=sizes,
-        untrained=st.dictionaries(st.sampled_from(WasteCause), sizes),
-    ),
+    st.builds(BatchTrained, time_s=times, step=sizes, untrained=st.dictionaries(st.sampled_from(WasteCause), sizes)),
     st.builds(BatchSkipped, time_s=times, step=sizes),
     st.builds(VersionPublished, time_s=times, policy_version=sizes, pause_s=times),
     st.builds(CheckpointSaved, time_s=times, step=sizes),
@@ -395,7 +386,7 @@ def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sync", "april"])
 def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
-    """Lockstep and the interrupted round decoded again: the batches are those of the run that nothing interrupted."""
+    """Lockstep and the interrupted round decoded again: the batches equal the batches of a run that nothing interrupted."""
     written, whole = whole_run(name, lockstep=True)
     expected = {step: content(batch) for step, batch in whole.items()}
     for cut in range(len(written) + 1):
@@ -415,7 +406,7 @@ def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_restart_of_a_restart_of_a_restart(name: str, redo: bool, data: st.DataObject) -> None:
-    """Cut again and again, also while batches are being replayed; with ``redo`` the outcome is that of no cut."""
+    """Cut again and again, also while batches are being replayed; with ``redo`` the outcome is as without a cut."""
     written, whole = whole_run(name, lockstep=redo)
     batches: dict[int, Batch] = {}
     for _ in range(4):

@@ -110,13 +110,7 @@ class Shop:
     extra_staleness=st.integers(0, 3),
 )
 def test_no_strategy_locks_up_or_breaks_the_bound(
-    name: str,
-    seed: int,
-    batch_size: int,
-    group_size: int,
-    places: int,
-    filtered: float,
-    extra_staleness: int,
+    name: str, seed: int, batch_size: int, group_size: int, places: int, filtered: float, extra_staleness: int
 ) -> None:
     """Under any timing, with groups dropped and few places: each batch fills, is rightly chosen, and the invariant of
     the theorem holds after every event."""

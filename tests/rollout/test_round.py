@@ -45,12 +45,7 @@ def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, 
 
 
 def best(
-    groups: Groups,
-    *,
-    target: float,
-    max_staleness: int = 11,
-    num_running: float = 1e9,
-    prefill: float = math.inf,
+    groups: Groups, *, target: float, max_staleness: int = 11, num_running: float = 1e9, prefill: float = math.inf
 ) -> tuple[Round, Round]:
     return best_rounds(
         RecentLengths(groups),
@@ -168,7 +163,7 @@ def dealt(tokens: Sequence[int], size: int) -> list[list[int]]:
 
 @given(st.lists(st.integers(1, 500), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6]))
 def test_the_batches_of_a_round_have_the_same_mix_of_lengths(lengths: list[int], num_batches: int) -> None:
-    """Each takes one group of each stratum of those that are left, so that sums differ by little beside the range."""
+    """Each takes one group of each stratum of the groups that are left, so that sums differ by little beside the range."""
     batches = dealt(lengths, 24 // num_batches)
     assert sorted(i for batch in batches for i in batch) == list(range(24))
     sums = [sum(lengths[i] for i in batch) for batch in batches]

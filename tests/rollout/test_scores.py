@@ -118,7 +118,7 @@ def test_a_group_is_scored_without_the_siblings_that_failed() -> None:
     assert rig.ledger.tokens.wasted[WasteCause.NO_REWARD] > 0
 
 
-def test_a_kill_between_the_last_token_and_the_score_scores_the_group_again(tmp_path: Path) -> None:
+def test_a_group_whose_run_was_killed_before_its_scores_is_scored_again(tmp_path: Path) -> None:
     whole = play(2, "sync", scorer=RankScorer())[1]
     path = tmp_path / "journal.sqlite"
 

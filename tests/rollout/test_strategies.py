@@ -17,16 +17,7 @@ from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpe
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import Rollover
 from rollover.types import SampleId
-from tests.rollout.kit import (
-    NAMES,
-    ParityScorer,
-    Rig,
-    assert_trainable,
-    config_of,
-    lognormal,
-    play,
-    strategy_of,
-)
+from tests.rollout.kit import NAMES, ParityScorer, Rig, assert_trainable, config_of, lognormal, play, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, ended, opened, scored, started
 
 N, G = 2, 2
@@ -224,14 +215,7 @@ def test_a_tight_bound_holds_and_is_reached(name: str, max_staleness: int) -> No
     def length(request: Any) -> int:
         return 200 if request.sample_key == "g0.0." else 3
 
-    rig, batches = play(
-        5,
-        name,
-        length=length,
-        max_staleness=max_staleness,
-        max_new_tokens=200,
-        max_running=8,
-    )
+    rig, batches = play(5, name, length=length, max_staleness=max_staleness, max_new_tokens=200, max_running=8)
     assert_trainable(batches, rig)
     assert [b.step for b in batches.values() if 0 in [g.group_id for g in b.groups]] == [max_staleness]
 

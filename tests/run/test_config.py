@@ -84,10 +84,7 @@ def test_a_directory_given_as_config_is_told_how_to_resume(tmp_path: Path) -> No
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("model", "seen"),
-    [("", "neither"), ('path = "x"\n[model.scratch]', "both")],
-)
+@pytest.mark.parametrize(("model", "seen"), [("", "neither"), ('path = "x"\n[model.scratch]', "both")])
 def test_a_run_has_exactly_one_model(tmp_path: Path, model: str, seen: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml:\d: model: give either .*, got {seen}$"):
         load(written(tmp_path, f"[model]\n{model}"))
@@ -157,10 +154,7 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
             "kind = 'vllm'\nlaunch = true\nblock_size_tokens = 3",
             r"run\.toml:13: engine\.block_size_tokens: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
         ),
-        (
-            "launch = true",
-            r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'",
-        ),
+        ("launch = true", r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'"),
         (
             "kind = 'vllm'\nlaunch = true\nmax_runing = 3",
             r"run\.toml:13: engine\.max_runing: unknown key; did you mean 'max_running'\?$",
@@ -170,10 +164,7 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
             r"run\.toml:13: engine\.max_running: expected a whole number or a list, got the string",
         ),
         ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
-        (
-            "kind = 'vllm'\nurls = ['http://u:p@h']",
-            r"run\.toml:12: engine\.urls must look like 'http://host:8000'",
-        ),
+        ("kind = 'vllm'\nurls = ['http://u:p@h']", r"run\.toml:12: engine\.urls must look like 'http://host:8000'"),
         (
             "kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2",
             r"run\.toml:13: engine\.num_servers has no effect without launch",
@@ -269,10 +260,7 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ((), "strategy april: 48 groups in flight at the start of a round, staleness at most 4 versions"),
-        (
-            ("--rollout.strategy", "rollover", "--rollout.strategy.lag_target", "0.5"),
-            "rollover: a mean lag of 0.5",
-        ),
+        (("--rollout.strategy", "rollover", "--rollout.strategy.lag_target", "0.5"), "rollover: a mean lag of 0.5"),
         (("--rollout.strategy", "inflight"), "strategy inflight: as many samples in flight as fit"),
     ],
 )

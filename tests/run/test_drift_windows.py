@@ -14,7 +14,7 @@ from rollover.batch import Drift
 from rollover.run.engine_trust import MIN_TOKENS, DriftWindows
 
 TOLERANCE = 0.1
-"""That of half precision, where rounding alone makes up to half of it."""
+"""The bound of half precision, where rounding alone makes up to half of it."""
 ROUNDING = 0.05
 PER_BATCH = 21
 """Tokens of the newest weights that each of three members has in a batch at ``max_staleness`` 3: few."""

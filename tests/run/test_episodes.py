@@ -129,7 +129,7 @@ def trained(run: Path) -> list[object]:
     ]
 
 
-def test_a_deterministic_run_of_episodes_ends_the_same_however_it_is_killed(processes: Processes) -> None:
+def test_a_killed_deterministic_run_of_episodes_ends_the_same(processes: Processes) -> None:
     argv = ["train", "run.toml", "--deterministic", "true", *SIZES]
     succeeded(processes.run(*argv, "--run-dir", "whole"))
     cues = [

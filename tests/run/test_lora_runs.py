@@ -29,7 +29,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
-    """Recorded log-probs are those of the merged model of the version that each token is labelled with."""
+    """Recorded log-probs are the merged model's, in the version that each token is labelled with."""
     every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
     assert train("run.toml", "--run-dir", "out", *LORA, *every, "--steps", "4") == 0
     trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]

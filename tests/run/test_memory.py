@@ -151,9 +151,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, num: int, num_bytes: int, visible: 
 GPU_TRAINER = ("--trainer.device", "cuda", "--trainer.num_devices")
 
 
-def test_embedded_servers_on_a_cpu_share_memory_with_the_trainer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_embedded_servers_on_a_cpu_share_memory_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = 8 * 2**30
     servers = ("--engine.num_servers", "2", "--engine.kv_cache_bytes", str(cache))
     (found,) = device_memory(with_servers("embedded_server", *servers))
@@ -193,9 +191,7 @@ def test_the_embedded_engine_shares_the_first_gpu_with_the_first_rank(monkeypatc
     assert "engines' cache" in first.parts and "engines' cache" not in second.parts
 
 
-def test_offloaded_weights_are_counted_in_the_machine_where_offload_is_the_advice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_offloaded_weights_are_counted_in_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 2, 80 * 2**30)
     options = [*WIDE[:-4], *GPU_TRAINER, "2", "--trainer.gradient_checkpointing", "true"]
     options += ["--model.scratch.num_layers", "40", "--trainer.micro_batch_tokens", "416", "--engine.device", "cpu"]

@@ -22,7 +22,7 @@ CUT = ("--rollout.top_p", "0.9")
 
 
 def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
-    """Between the log-probs on record and those of the trainer under the version that each token is labelled with."""
+    """Between the log-probs on record and the trainer's log-probs under the version that each token is labelled with."""
     samples = [path for t in trajectories for path in TrainingSample.all_of(t, replays_routes=True)]
     samples = samples if replays else [replace(sample, kept=(), routes=()) for sample in samples]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])

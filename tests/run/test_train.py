@@ -41,7 +41,7 @@ EVERY_VERSION = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10"
 
 
 def train(*argv: str) -> Path:
-    """A run of ``run.toml`` in ``out``, or one that resumes there."""
+    """A run of ``run.toml`` in ``out``, or a run that resumes there."""
     new = [] if argv[:1] == ("--resume",) else ["run.toml", "--run-dir", "out"]
     assert cli.main(["train", *new, *argv]) == 0
     return Path("out")

@@ -101,10 +101,7 @@ def engines_of(batch: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("how", "remedy"),
-    [
-        ("bfloat16", "--dtype float32, without quantisation"),
-        ("greedy", "this looks like greedy decoding"),
-    ],
+    [("bfloat16", "--dtype float32, without quantisation"), ("greedy", "this looks like greedy decoding")],
 )
 def test_the_third_of_three_servers_is_looked_at_before_the_first_batch(
     how: str, remedy: str, experiment: Path, capsys: pytest.CaptureFixture[str]

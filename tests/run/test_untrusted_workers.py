@@ -43,7 +43,7 @@ GROUPS_OF_8 = ("--rollout.group_size", "8")
 
 
 class Workers:
-    """Joins workers to the run in ``OUT`` as soon as it listens; the one that is called ``liar`` lies."""
+    """Joins workers to the run in ``OUT`` as soon as it listens; the worker ``liar`` lies."""
 
     def __init__(self, port: int, names: tuple[str, ...], engine: EmbeddedConfig) -> None:
         self._address = CoordinatorAddress.parse(f"ws://127.0.0.1:{port}")

@@ -167,7 +167,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_dry_run_reads_the_rows_that_a_run_reads_and_says_which_it_leaves_out(
+def test_a_dry_run_reads_the_rows_of_a_run_and_names_the_rows_left_out(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollover.run.session.open_trainer", None)  # rows are read before weights are

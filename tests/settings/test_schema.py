@@ -153,14 +153,7 @@ def test_overrides_lie_over_the_document() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("april", "april"),
-        ("2024", "2024"),
-        ("true", "true"),
-        ('"quoted"', "quoted"),
-        ("a b", "a b"),
-        ("none", None),
-    ],
+    [("april", "april"), ("2024", "2024"), ("true", "true"), ('"quoted"', "quoted"), ("a b", "a b"), ("none", None)],
 )
 def test_an_override_of_a_string_is_taken_as_it_stands(text: str, value: str | None) -> None:
     assert made("", "--rollout.name", text).rollout.name == value

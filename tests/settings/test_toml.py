@@ -84,9 +84,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 _strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | _strings
 _values = st.recursive(
-    _scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_strings, inner, max_size=3),
-    max_leaves=12,
+    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_strings, inner, max_size=3), max_leaves=12
 )
 
 

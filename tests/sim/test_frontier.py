@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, type[Strategy]]] = {
 
 
 def played(preset: str, name: str, size: float = 0, *, keeps_kv: bool = False) -> Window:
-    """The steady state of a run. ``size``: r for those that over-sample, C for those that refill."""
+    """The steady state of a run. ``size``: r for strategies that over-sample, C for strategies that refill."""
     return _played(preset, name, size, keeps_kv)
 
 

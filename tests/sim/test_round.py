@@ -137,10 +137,7 @@ def test_a_short_run_is_measured_over_a_whole_round(steps: int) -> None:
     """Batches that were collected before the window would be free in it: faster than any engine."""
     law = PRESETS["qwen3-16k"]
     found = simulate(
-        strategy(4.0, law.cap_tokens, "sample"),
-        law.workload(5),
-        one_replica(b0=64.0, kv_on_update="keep"),
-        steps=steps,
+        strategy(4.0, law.cap_tokens, "sample"), law.workload(5), one_replica(b0=64.0, kv_on_update="keep"), steps=steps
     )
     window = found.after(steps - 9)
     assert window.tokens_per_s < 64.0

@@ -53,13 +53,7 @@ class Conversation:
     def __init__(self) -> None:
         run = RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=50000, max_context_tokens=4096)
         self.hub = Coordinator(
-            run,
-            HEADS[0],
-            ttl_s=15.0,
-            exact=False,
-            checks=False,
-            blob_urls=("https://relay/blobs",),
-            secret=bytes(32),
+            run, HEADS[0], ttl_s=15.0, exact=False, checks=False, blob_urls=("https://relay/blobs",), secret=bytes(32)
         )
 
     def frame(self, frame: bytes, now_s: float) -> list[bytes]:

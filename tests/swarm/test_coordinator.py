@@ -12,15 +12,7 @@ from msgspec import structs
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall, checked_chunk
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import (
-    Changed,
-    CheckLogprobs,
-    Deliver,
-    Effect,
-    Fail,
-    Send,
-    ServesAnew,
-)
+from rollover.swarm.coordinator.machine.effects import Changed, CheckLogprobs, Deliver, Effect, Fail, Send, ServesAnew
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.messages import (
     PROTOCOL,

@@ -62,7 +62,7 @@ def test_labels_that_go_back_within_a_response_are_found() -> None:
     assert "tokens of version 0 behind tokens of version 1 in one response" in gone.reason
 
 
-def test_an_honest_worker_may_change_weights_within_a_response_and_keep_what_it_has_sampled() -> None:
+def test_an_honest_worker_may_change_weights_within_a_response() -> None:
     hub, worker = with_a_member()
     call_id = given(hub, worker)
     worker.decode(call_id, 4)
@@ -80,7 +80,7 @@ def test_a_worker_that_keeps_caches_may_name_them() -> None:
     assert isinstance(out, Deliver) and (out.chunk.policy_version, out.chunk.kv_version) == (1, 0)
 
 
-def test_tokens_of_a_worker_that_has_not_described_its_engine_end_the_connection() -> None:
+def test_tokens_before_the_engine_is_described_end_the_connection() -> None:
     """A coordinator that was started again takes over a call before the worker's ``Ready`` has arrived."""
     before, worker = coordinator(), ModelWorker("a")
     join(before, worker)

@@ -248,12 +248,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "num_bytes", "is_left"),
-    [
-        (2**17, 6 * MIB, True),
-        (2**18 + 2**10, 6 * MIB, False),
-        (2**10, 5 * MIB, True),
-        (2**17, MIB, False),
-    ],
+    [(2**17, 6 * MIB, True), (2**18 + 2**10, 6 * MIB, False), (2**10, 5 * MIB, True), (2**17, MIB, False)],
     ids=["half the lowest rate", "just above the lowest rate", "a trickle", "too little to measure"],
 )
 async def test_a_relay_below_the_lowest_rate_is_left(

@@ -1,4 +1,4 @@
-"""A member at which calls fail is set aside, and its failures are not those of its calls."""
+"""A member at which calls fail is set aside, and its failures do not count as failures of its calls."""
 
 from __future__ import annotations
 

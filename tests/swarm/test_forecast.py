@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.coordinator.machine.placing.forecast import (
-    NUM_INTERVALS,
-    WINDOW,
-    Deadline,
-    Pace,
-    RemainingTokens,
-)
+from rollover.swarm.coordinator.machine.placing.forecast import NUM_INTERVALS, WINDOW, Deadline, Pace, RemainingTokens
 
 
 def left(deadline: Deadline, *versions: int) -> list[float]:
@@ -80,12 +74,7 @@ def test_while_the_pace_is_not_known_a_first_call_is_due_at_once_or_never(max_st
     assert left(deadline, 7, 5) == [math.inf if max_staleness else 0.0] * 2
 
 
-@given(
-    st.lists(st.floats(0.1, 1e4), min_size=1, max_size=20),
-    st.floats(0, 1e5),
-    st.integers(0, 8),
-    st.integers(0, 8),
-)
+@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=20), st.floats(0, 1e5), st.integers(0, 8), st.integers(0, 8))
 def test_a_first_call_has_the_time_until_its_own_step(
     intervals: list[float], elapsed_s: float, max_staleness: int, age: int
 ) -> None:

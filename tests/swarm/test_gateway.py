@@ -80,13 +80,7 @@ async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
     config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=config.mode == "pull", checks=False)
-    engine = SwarmEngine(
-        config,
-        hub,
-        lambda version, source: head(version),
-        SystemClock(),
-        number_format="float32",
-    )
+    engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
     engine.gateway = Gateway(config, engine.shell, member_of=lambda header: names.get(header or ""), blobs=folder)

@@ -22,14 +22,7 @@ from rollover.swarm.wire.messages import Head
 from rollover.weights.adapters import LowRank, MergedWeights
 from rollover.weights.base import Manifest
 from rollover.weights.sources import MemoryWeights
-from tests.swarm.weights_kit import (
-    Weights,
-    assert_same,
-    open_publisher,
-    served,
-    source,
-    versions,
-)
+from tests.swarm.weights_kit import Weights, assert_same, open_publisher, served, source, versions
 
 VERSIONS = versions(8)
 

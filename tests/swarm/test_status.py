@@ -56,7 +56,7 @@ def test_what_new_weights_took_is_told_by_worker() -> None:
     assert (seen.version, seen.lag, seen.prepare_s, seen.pause_s, seen.wire_bytes) == (1, 0, 4.1, 0.3, 81_264)
 
 
-def test_a_worker_whose_new_weights_are_being_checked_is_not_said_to_load_them() -> None:
+def test_a_worker_whose_new_weights_are_checked_is_not_said_to_load_them() -> None:
     hub, worker = coordinator(checks=True), ModelWorker("a")
     join(hub, worker)
     assert [w.state for w in swarm_status(hub, "ws://x").workers] == ["checking"]

@@ -247,9 +247,7 @@ async def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(bench: Ben
 
 
 @with_worker()
-async def test_a_worker_back_after_its_lease_hands_over_what_is_still_wanted(
-    bench: Bench,
-) -> None:
+async def test_a_worker_back_after_its_lease_hands_over_what_is_still_wanted(bench: Bench) -> None:
     link = await bench.decoding(3, assign("a"), assign("b"), ttl_s=30.0)
     await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 3)
     link.beats = False  # its coordinator has given the lease up meanwhile

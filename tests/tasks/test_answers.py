@@ -35,7 +35,7 @@ def encoder(name: str) -> PromptEncoder:
 
 
 def continued(name: str, *messages: Any) -> tuple[list[int], tuple[int, ...]]:
-    """Return the ids of prompt, reply and answer, and those of the answer alone."""
+    """Return the ids of prompt, reply and answer, and the ids of the answer alone."""
     found = encoder(name)
     prompt = found.encode(Question([QUESTION]), where="row 1").token_ids
     reply = [*tokenizer_of(name)([REPLY], add_special_tokens=False)["input_ids"][0]]
@@ -159,7 +159,7 @@ def test_a_reset_that_fails_or_would_not_be_read_is_named() -> None:
 
 
 def test_a_tokenizer_is_written_out_once_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes a third of a millisecond for 300 tokens, and far longer for those of a large model."""
+    """Which takes a third of a millisecond for 300 tokens, and far longer for the tokens of a large model."""
     made = list[Markers]()
 
     def make(tokenizer: Any) -> Markers:

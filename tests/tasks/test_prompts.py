@@ -145,7 +145,7 @@ def test_a_template_that_cannot_be_compiled_is_named_with_its_line(tmp_path: Pat
     assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}, chat_template{reason}")
 
 
-def test_a_template_file_is_never_passed_over_and_its_mark_of_order_is_no_text(tmp_path: Path) -> None:
+def test_a_template_file_is_always_read_without_its_byte_order_mark(tmp_path: Path) -> None:
     (file := tmp_path / "mine.jinja").write_text("\n")
     config = TasksConfig(chat_template_file=str(file))
     with pytest.raises(DataError, match=r"tasks.chat_template_file: .*mine.jinja is blank; correct the path"):

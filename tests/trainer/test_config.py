@@ -19,11 +19,7 @@ from rollover.trainer.config import CheckpointConfig, LoraConfig, ScratchConfig,
         (SFTConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
         (CheckpointConfig, {"keep_last": 0}, "keep_last must be at least 1, got 0"),
         (ScratchConfig, {"num_kv_heads": 3}, r"num_kv_heads must be a divisor of num_heads \(4\), got 3"),
-        (
-            ScratchConfig,
-            {"hidden_size": 20},
-            r"hidden_size must be a multiple of 2 x num_heads \(4\), got 20",
-        ),
+        (ScratchConfig, {"hidden_size": 20}, r"hidden_size must be a multiple of 2 x num_heads \(4\), got 20"),
         (ScratchConfig, {"vocab_size": 200}, "vocab_size must be at least 258"),
     ],
 )

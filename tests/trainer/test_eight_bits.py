@@ -1,4 +1,4 @@
-"""Moments of 8 bits: close to those of 32, where they are meant to be, and continued bit for bit."""
+"""Moments of 8 bits: close to moments of 32 bits, where they are meant to be, and continued bit for bit."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_every_count_of_a_batch_is_of_sampled_tokens(branch: bool) -> None:
 
 @pytest.mark.parametrize(("name", "by_row"), [("grpo", False), ("gspo", True)])
 def test_a_tree_weighs_as_one_sample(name: str, by_row: bool) -> None:
-    """The mean over an episode is that over its tokens or, if a ratio is that of a sequence, over its paths."""
+    """The mean over an episode is over its tokens or, for ratios of sequences, over its paths."""
     found = episodes(branch=True)
     groups = [Group(group_id=0, prompt=found[0].prompt, trajectories=tuple(found))]
     algorithm = resolve(AlgorithmConfig(name=name, aggregation="seq-mean-token-mean", correction="none"))
@@ -160,7 +160,7 @@ def test_what_is_observed_before_the_first_turn_is_the_prompt() -> None:
     assert TrainingSample.all_of(trajectory) == (TrainingSample(prompt_ids=(5, 6, 7), response_ids=(8, 9)),)
 
 
-def test_rewards_of_turns_stand_beside_their_tokens_and_add_up_to_the_reward() -> None:
+def test_rewards_of_turns_stand_beside_their_tokens_and_have_the_same_sum() -> None:
     first, second, *rest = episodes(num_groups=1)
     begun = [Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0), *first.segments]  # the environment writes the prompt
     answers = [Observation((5,), "prompt"), *(o._replace(reward=0.5) for o in first.observations)]

@@ -71,9 +71,7 @@ def test_each_response_token_is_predicted_once_from_its_own_prefix(samples: list
 
 @settings(deadline=None)
 @given(sample_lists())
-def test_attention_sees_each_sample_whole_and_gives_every_position_back(
-    samples: list[TrainingSample],
-) -> None:
+def test_attention_sees_each_sample_whole_and_gives_every_position_back(samples: list[TrainingSample]) -> None:
     (row,) = pack(samples, 10**6)
     flat = torch.cat([b.flatten() for b in row.buckets])
     assert flat[row.unpad_N].tolist() == list(range(len(row.input_ids_N)))

@@ -1,4 +1,4 @@
-"""The ways to train that planners are told of are those of the trainer."""
+"""Planners are told of the trainer's own ways to train."""
 
 from __future__ import annotations
 

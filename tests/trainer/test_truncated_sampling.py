@@ -30,14 +30,7 @@ from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import SamplingParams
 from tests.algorithms.batches import row as algorithm_row
-from tests.trainer.builders import (
-    make_batch,
-    make_folder,
-    make_model,
-    make_samples,
-    make_trainer,
-    to_float64,
-)
+from tests.trainer.builders import make_batch, make_folder, make_model, make_samples, make_trainer, to_float64
 
 VOCAB, LENGTH = 6, 3
 TEMPERATURE = 0.8

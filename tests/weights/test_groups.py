@@ -137,9 +137,7 @@ def test_only_groups_for_weights_give_their_errors_to_who_waits(
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == own
 
 
-def test_tensors_are_broadcast_from_the_named_device_by_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_are_broadcast_from_the_named_device_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordedGroup(monkeypatch)
     group = torch_group(timeout_s=30.0)
     group.join()
@@ -222,9 +220,7 @@ def test_a_closed_sender_does_not_wait_for_a_killed_receiver(half_joined: HalfJo
     assert half_joined.num_closed == 1
 
 
-def test_a_receiver_killed_while_joining_costs_a_third_of_the_deadline(
-    half_joined: HalfJoined,
-) -> None:
+def test_a_receiver_killed_while_joining_costs_a_third_of_the_deadline(half_joined: HalfJoined) -> None:
     begun_s = time.monotonic()
     queue = BucketQueue(half_joined, replace(PLAN, timeout_s=0.3))
     with pytest.raises(
@@ -304,9 +300,7 @@ def test_a_transfer_that_was_aborted_on_the_gpu_is_none_that_has_arrived(monkeyp
     assert (names.count("ncclBroadcast"), names.count("ncclCommAbort")) == (1, 1)
 
 
-def test_a_group_closed_before_all_joined_is_aborted_once_they_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_closed_before_all_joined_is_aborted_once_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = RecordedNCCL(monkeypatch, ncclCommInitRank=lambda: group.close())
     group = NCCLGroup(1, device="meta")
     with pytest.raises(EngineError, match="was closed"):

@@ -81,7 +81,7 @@ samples = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max
 
 @given(samples)
 def test_kaplan_meier_is_redistribution_to_the_right(sample: list[tuple[int, bool]]) -> None:
-    """Efron's form of the estimate: each cut sample gives its weight in equal parts to those that outlast it."""
+    """Efron's form of the estimate: each cut sample gives its weight in equal parts to the samples that outlast it."""
     weights = np.full(len(sample), 1 / len(sample))
     order = sorted(range(len(sample)), key=lambda i: (sample[i][0], not sample[i][1]))
     for place, i in enumerate(order):

@@ -120,10 +120,7 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(OPERATIONS, max_size=40),
-    st.integers(MAX_CONTEXT // BLOCK + 1, 30),
-    st.integers(1, 6),
-    st.integers(1, 24),
+    st.lists(OPERATIONS, max_size=40), st.integers(MAX_CONTEXT // BLOCK + 1, 30), st.integers(1, 6), st.integers(1, 24)
 )
 def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
     operations: list[tuple[Any, ...]], num_blocks: int, max_running: int, chunk: int

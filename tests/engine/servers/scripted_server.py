@@ -1,4 +1,4 @@
-"""Scripted inference servers: one token per running request and tick, faults on demand; and one that is vLLM, with its
+"""Scripted inference servers: one token per running request and tick, faults on demand; and vLLM's server, with its
 endpoints and its peculiarities.
 
 Invariants: the token and the log-prob of a request at position ``i`` of *its own* output are ``token_at(seed, i,
@@ -236,10 +236,7 @@ class _Running:
             "index": 0,
             "text": "",
             "token_ids": [t for t, _ in pieces],
-            "logprobs": {
-                "token_logprobs": [p for _, p in pieces],
-                "tokens": [f"token_id:{t}" for t, _ in pieces],
-            },
+            "logprobs": {"token_logprobs": [p for _, p in pieces], "tokens": [f"token_id:{t}" for t, _ in pieces]},
             "finish_reason": reason,
             "stop_reason": stop_reason,
         }
@@ -542,11 +539,7 @@ async def _answer_one(server: ScriptedServer, reader: asyncio.StreamReader, writ
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
     content = await reader.readexactly(int(headers.get("content-length", 0)))
     answer = await server.handle(method, target, headers, content)
-    lines = [
-        f"HTTP/1.1 {answer.status} X",
-        "Connection: close",
-        *(f"{k}: {v}" for k, v in answer.headers.items()),
-    ]
+    lines = [f"HTTP/1.1 {answer.status} X", "Connection: close", *(f"{k}: {v}" for k, v in answer.headers.items())]
     if answer.stream is None:
         lines.append(f"Content-Length: {len(answer.content)}")
     writer.write("\r\n".join([*lines, "", ""]).encode() + answer.content)

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import DataError, RunError
-from rollover.integrations.slime.samples import (
-    account_for_versions,
-    failed_sample,
-    new_sample,
-    prompt_of,
-    respond,
-)
+from rollover.integrations.slime.samples import account_for_versions, failed_sample, new_sample, prompt_of, respond
 from rollover.integrations.slime.source import SlimeSource
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.integrations.slime.recorded import Letters, Sample

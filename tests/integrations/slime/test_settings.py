@@ -1,4 +1,4 @@
-"""slime's flags and the user's settings, as those of a run."""
+"""slime's flags and the user's settings, as settings of a run."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class StockLosses(Losses, trl.GRPOTrainer):
 
 
 def test_sync_is_trls_own_trainer_on_the_same_samples(tiny_model: Path, tmp_path: Path) -> None:
-    """Three steps of both, so that the weights of one step are those that the one before has made."""
+    """Three steps of both, so that each step has the weights that the step before has made."""
     ours = trainer(tiny_model, tmp_path / "ours", asked=SYNC, made_by=OurLosses, max_steps=3)
     ours.train()
     table, given = letters(), iter(ours.seen)

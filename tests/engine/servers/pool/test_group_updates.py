@@ -1,4 +1,4 @@
-"""Weights sent by whoever holds them to all servers of a pool in one group, and what becomes of one that fails."""
+"""Weights sent by whoever holds them to all servers of a pool in one group, and what becomes of a server that fails."""
 
 from __future__ import annotations
 
@@ -263,9 +263,7 @@ async def test_weights_do_not_change_while_they_are_sent() -> None:
     lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)()
 
 
-def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_CLOSE_S", 0.01)
     lease = Lease()
     give_back = lease.lend(3, lambda: 3, timeout_s=0.01)
@@ -278,9 +276,7 @@ def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(
         pass
 
 
-def test_an_interrupted_step_does_not_keep_weights_from_being_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_step_does_not_keep_weights_from_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     lease = Lease()
     give_back = lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)
 

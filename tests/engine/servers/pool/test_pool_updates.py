@@ -90,9 +90,7 @@ async def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
             await Publisher(pool).publish(FakeWeights(2))
 
 
-async def test_waiting_for_any_engine_is_reported_at_its_start_and_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_waiting_for_any_engine_is_reported_at_its_start_and_end(caplog: pytest.LogCaptureFixture) -> None:
     async with pool_of_two(all_down_timeout_s=500.0) as (one, two, pool):
         for _ in range(2):
             caplog.clear()

@@ -31,7 +31,7 @@ class _Running:
 
 
 class ScriptedSGLang(ScriptedServer):
-    """An SGLang worker. ``requests`` are those that the scheduler knows, in its order; it runs the first ``slots``.
+    """An SGLang worker. ``requests`` are known to the scheduler, in its order; it runs the first ``slots``.
     ``aborts_by_id`` is false while aborts come too early: they are remembered and have no effect."""
 
     generate_path = "/generate"

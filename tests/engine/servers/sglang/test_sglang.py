@@ -123,9 +123,7 @@ def test_a_key_never_reaches_a_command_line() -> None:
 # -- how it ends --------------------------------------------------------------------------------------------
 
 
-async def test_the_servers_own_end_token_is_an_error_beside_stop_tokens(
-    folder: Path,
-) -> None:
+async def test_the_servers_own_end_token_is_an_error_beside_stop_tokens(folder: Path) -> None:
     async with serving(folder) as (engine, server):
         server.eos = token_at(3, 2, str(folder))
         assert len(tokens(await collect(engine, request("a", seed=6, max_new_tokens=20)))) == 20

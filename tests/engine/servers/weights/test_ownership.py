@@ -1,4 +1,4 @@
-"""A server belongs to one run at a time: nobody loads weights into one that another live run uses."""
+"""A server belongs to one run at a time: nobody loads weights into a server that another live run uses."""
 
 from __future__ import annotations
 

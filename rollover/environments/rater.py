@@ -31,11 +31,10 @@ _ALLOWANCE = 6 * _SHORTER
 class Rating(NamedTuple):
     """The outcome of applying one reward: a value for each response, or the reason why there is none.
 
-    Example: ``Rating(values=[0.0], num_retried=0, is_late=True)`` is a check that was late.
+    Example: ``Rating(values=[0.0], is_late=True)`` is a check that was late.
     """
 
-    values: Sequence[RewardValue]
-    num_retried: int
+    values: Sequence[RewardValue] = ()
     is_late: bool = False
     failure: RewardError | None = None
 
@@ -74,17 +73,16 @@ class Rater:
         Raises:
             DataError: the reward function is wrong, and would fail for every other response too.
         """
-        config, num_retried, is_late, failure = self.spec.config, 0, False, ""
+        config, failure = self.spec.config, ""
         for num_retried in range(config.retries + 1):
             if num_retried:
                 await asyncio.sleep(config.back_off_s(num_retried - 1))
-            is_late = False
             try:
                 values = await self._attempt(samples, row=prompt_id.rpartition("@")[0])
             except TimeoutError:
-                is_late, failure = True, f"timed out after {config.timeout_s:g} s (reward.timeout_s)"
                 if config.late_scores_zero:
-                    return Rating([0.0], num_retried, is_late)
+                    return Rating([0.0], is_late=True)
+                failure = f"timed out after {config.timeout_s:g} s (reward.timeout_s)"
             except RefusedReward as error:
                 failure = str(error)
                 if isinstance(error, MisshapenReward) and not self._proved:
@@ -94,8 +92,8 @@ class Rater:
                 failure = str(error)
             else:
                 self._proved = True
-                return Rating(values, num_retried)
-        return Rating((), num_retried, is_late, RewardError(self._told(failure, prompt_id)))
+                return Rating(values)
+        return Rating(failure=RewardError(self._told(failure, prompt_id)))
 
     async def _attempt(self, samples: Sequence[RewardSample], row: str) -> Sequence[RewardValue]:
         """Score once. Raises ``TimeoutError`` after the deadline, ``RewardError`` for anything that the reward raises,

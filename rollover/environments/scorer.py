@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,12 @@ from rollover.errors import NoReward, RewardError
 from rollover.types import Score, Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerStats:
-    """Counts since the scorer was created.
-
-    Example: 3 responses scored and a response that failed after a retry are ``ScorerStats(num_scored=3, num_failed=1,
-    num_retried=1)``.
-    """
-
-    num_scored: int = 0
-    num_retried: int = 0
-    num_failed: int = 0
-    num_late: int = 0
-    """Number of late checks against a known answer, whose response counts as wrong; included in ``num_scored``."""
-    busy_s: float = 0.0
-    """Time that trajectories spent being scored, summed over them, including waits for a free process."""
-
-
 class RewardScorer:
     """Scores the responses to the prompts of all sources of a run: an environment with one turn. Belongs to one event
     loop; ``close`` it there.
 
     Example: with ``ExactConfig()`` for its source, the trajectory ``"<answer>42</answer>"`` to a prompt whose answer is
-    42 scores 1.0, and ``stats.num_scored`` becomes 1.
+    42 scores 1.0.
 
     Args:
         specs: the rewards of all sources; those of one source in the order in which they are listed.
@@ -65,11 +48,10 @@ class RewardScorer:
         for spec in specs:
             rater = Rater(spec, self._pool if spec.config.workers > 0 else None)
             self._raters.setdefault(spec.source, []).append(rater)
-        self._stats = ScorerStats()
-
-    @property
-    def stats(self) -> ScorerStats:
-        return self._stats
+        self.busy_s = 0.0
+        """Time that responses spent being scored, summed over them, including waits for a free process."""
+        self.num_late = 0
+        """Number of late checks against a known answer, whose response counts as wrong."""
 
     @property
     def judge_metrics(self) -> dict[str, float]:
@@ -114,13 +96,10 @@ class RewardScorer:
         values: list[dict[str, RewardValue]] = [{} for _ in samples]
         failures: list[RewardError | None] = [None] * len(samples)
         late: set[int] = set()
-        num_retried = 0
 
         async def rate(rater: Rater, members: Sequence[int]) -> None:
-            nonlocal num_retried
             rating = await rater.rate([samples[i] for i in members], prompt.prompt_id)
-            num_retried += rating.num_retried
-            if rating.is_late and rating.failure is None:
+            if rating.is_late:
                 late.update(members)
             for place, i in enumerate(members):
                 if rating.failure is not None:
@@ -136,10 +115,8 @@ class RewardScorer:
             else:
                 await asyncio.gather(*(rate(rater, [i]) for i in members))
         scores = [failure or self._score(prompt.source, found) for failure, found in zip(failures, values, strict=True)]
-        num_failed = sum(failure is not None for failure in failures)
-        more: dict[str, Any] = {"num_scored": len(samples) - num_failed, "num_failed": num_failed}
-        more |= {"num_late": len(late), "num_retried": num_retried, "busy_s": time.perf_counter() - started_s}
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + one for name, one in more.items()})
+        self.busy_s += time.perf_counter() - started_s
+        self.num_late += len(late)
         return scores
 
     async def close(self) -> None:

@@ -104,8 +104,8 @@ class StepMeter:
         return StepEnded(step=batch.step, batch=batch, time_s=now_s, metrics=metrics)
 
     def _counters(self) -> _Counters:
-        scored = self._scorer.stats
-        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late, self._scorer.judge_metrics)
+        scorer = self._scorer
+        return _Counters(self._ledger.tokens.decoded, scorer.busy_s, scorer.num_late, scorer.judge_metrics)
 
 
 class _Counters(NamedTuple):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -65,6 +66,13 @@ def keep(work: Callable[[], None]) -> NoReturn:
     _clear(worker)
     output.drain()
     os._exit(_SIGNALLED + signal.SIGKILL if code is None else code)
+
+
+def limit_memory(gib: int | None) -> None:
+    """Limit the addresses of this process, and of each that it starts."""
+    if gib is not None:
+        with suppress(ValueError):  # it has a lower limit
+            resource.setrlimit(resource.RLIMIT_AS, (gib * 2**30, gib * 2**30))
 
 
 def describe_exit(code: int) -> str:

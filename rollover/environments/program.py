@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.environments.channel import Channel
-from rollover.environments.keeper import keep
+from rollover.environments.keeper import keep, limit_memory
 
 MOST_ROW_BYTES = 100_000
 """Longest row that fits into an environment variable."""
@@ -33,6 +33,7 @@ def main() -> None:
         file.seek(0)
         os.dup2(file.fileno(), 0)
     variables = given["variables"] | ({"ROLLOVER_ROW": row} if len(row.encode()) <= MOST_ROW_BYTES else {})
+    limit_memory(given["max_memory_gib"])
     if given["function"] is None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
         os.execvpe(given["command"][0], given["command"], variables)

@@ -69,6 +69,11 @@ def fails(row: Row) -> None:
     sys.exit(3)
 
 
+def hoards(row: Row) -> None:
+    counts(row | {"turns": 1})
+    bytearray(2**31)
+
+
 def corrects(row: Row) -> None:
     """Asks what cannot be written out, and then what the refusal says."""
     said = ask([{"role": "user", "content": None}])

@@ -68,6 +68,10 @@ def test_a_message_is_its_role_text_and_calls() -> None:
     [
         (b"{", "no JSON"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no JSON"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "seed": %b%b}' % (b"[" * 700, b"]" * 700),
+            "recursion depth",
+        ),
         (b"[]", "has no messages"),
         (request(), "has no messages"),
         (request(user("a"), n=2), "n = 2 is not supported"),
@@ -266,7 +270,7 @@ async def test_only_a_running_episode_is_let_in() -> None:
         assert response.status_code == 404 and "use chat completions" in response.json()["error"]["message"]
         large = await client.post("/chat/completions", content=b" " * (2**20 + 1), headers=headers)
         assert large.status_code == 413
-        for content in (b"1", b'{"reward": "NaN"}', b'{"reward": 1e16}'):
+        for content in (b"1", b'{"reward": "NaN"}', b'{"reward": 1e16}', b'{"reward": 1%b}' % (b"0" * 400)):
             assert (await client.post("/reward", content=content, headers=headers)).status_code == 400
     assert guests[0].reward is None and not door.url.startswith("http://0.0.0.0")
     await door.close()
@@ -283,6 +287,19 @@ async def test_a_request_that_will_not_be_answered_is_refused() -> None:
             assert response.json()["error"] | {"param": 0, "type": ""} == {
                 "message": "no room", "code": "context_length_exceeded", "param": 0, "type": "",
             }  # fmt: skip
+
+
+@pytest.mark.real_time
+async def test_a_refusal_cuts_json_off_that_has_begun_and_comes_when_it_is_tried_again() -> None:
+    async with visit(keep_alive_s=0.01) as (guest, client):
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with client.stream("POST", "/chat/completions", content=request(user("a"))) as response:
+                async for _ in response.aiter_bytes():
+                    guest.leave("no room")
+        again = await client.post(
+            "/chat/completions", content=request(user("a")), headers={"x-stainless-retry-count": "1"}
+        )
+        assert (again.status_code, again.json()["error"]["message"]) == (400, "no room")
 
 
 @pytest.mark.real_time

@@ -72,6 +72,7 @@ def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequenc
     [
         ("[Point(1.5), {2, 1}, None]", '[{"x": 1.5}, [1, 2], null]'),
         ("__import__('decimal').Decimal('0.1')", '"0.1"'),
+        ("[np.int64(3), np.eye(2)]", "[3, [[1.0, 0.0], [0.0, 1.0]]]"),
         ("[Bare()]", "Error: TypeError: the tool has returned Bare; return text or JSON"),
         ("len.__call__", "Error: TypeError: the tool has returned method-wrapper; return text or JSON"),
         ("float('nan')", "Error: ValueError: Out of range float values are not JSON compliant"),
@@ -108,7 +109,7 @@ def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("12", "it returned int: return a text, messages, a table or None"),
+        ("12", "it returned int: return a text, messages, a table with messages, reward and done, or None"),
         ("{'messages': 'a', 'reward': float('nan')}", "its reward is nan: not a finite number within 1e+15"),
         ("{'messages': 'a', 'reward': 'good'}", "its reward is 'good', which is no number"),
         ("{'reward': 1}", "its answer has no message although the episode is not done"),
@@ -116,6 +117,11 @@ def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
         ("'a' * 1_000_001", "its answer has more than 1,000,000 characters"),
         ("{'messages': 'a', 'score': 1}", "its answer has 'score'; it may have messages, reward and done"),
         ("{'messages': 'a', 'done': 1}", "done is 1: it must be True or False"),
+        ("{'messages': 'a', 'reward': 10**400}", "its reward is 1000"),
+        (
+            "('a', 1.0, False, {})",
+            "a message of its answer is no text and has none: 1.0: return a text, messages, a table",
+        ),
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )

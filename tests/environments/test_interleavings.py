@@ -36,7 +36,8 @@ HARMFUL = ("forget", "hang", "exit")
 
 
 class Connection:
-    """A request on its way through the door. ``answer`` is what came back, unless the client has left."""
+    """A request on its way through the door. ``answer`` is what came back, unless the client has left, or the response
+    was cut off."""
 
     def __init__(self, door: Door, key: str, path: str, body: Any, num_retries: int) -> None:
         self.gone, self.messages = asyncio.Event(), list[Any]()
@@ -58,7 +59,7 @@ class Connection:
     @property
     def answer(self) -> Any:
         self.task.result()
-        if self.gone.is_set():
+        if self.gone.is_set() or self.messages[-1].get("more_body"):
             return None
         (start, *bodies) = self.messages
         assert start["type"] == "http.response.start", "one response"

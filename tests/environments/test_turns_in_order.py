@@ -21,7 +21,7 @@ REASONS = {"hang": "it took more than 5 s (environment.turn_timeout_s)", "die": 
 
 class Fate(NamedTuple):
     """What becomes of a turn: how long it takes, and whether it is answered or ``hang``, ``die``; or whether its
-    episode is left, and the turn with it, as soon as another turn is over."""
+    episode is left, and the turn with it, as soon as another turn is over; or when it is over, and ``cling`` then."""
 
     what: str
     seconds: float
@@ -60,13 +60,15 @@ class Process:
         while True:
             message = await self._asked.get()
             if "forget" in message:
-                self._held.pop(message["forget"], None)
+                clings = self._held.pop(message["forget"], 0) < 0
+                await asyncio.sleep(3600.0 * clings)
+                self._answers.put_nowait({"id": message["id"]})
                 continue
             key, number, fate = message["key"], message["num_turns"], message["action"]
             if self._held.get(key, -1) != number and message.get("history") != number:
                 self._answers.put_nowait({"id": message["id"], "missing": True})
                 continue
-            self._held[key] = number + 1
+            self._held[key] = -9 if fate.what == "cling" else number + 1
             Process.num_stepped += 1
             if fate.seconds:
                 await asyncio.sleep(fate.seconds)
@@ -92,11 +94,14 @@ async def played(process: EpisodeProcess, key: str, after_s: float, fates: Seque
             assert (await asking)["text"] == f"{key}.{number}"
         except RewardError as error:
             return str(error)
+        if fate.what == "cling":
+            process.forget(key)
+            return ""
     return ""
 
 
 FATES = st.one_of(
-    st.builds(Fate, st.sampled_from(["", "", "leave", "die"]), st.sampled_from([0.0, 0.1, 4.9])),
+    st.builds(Fate, st.sampled_from(["", "", "leave", "cling", "die"]), st.sampled_from([0.0, 0.1, 4.9])),
     st.just(Fate("hang", 3600.0)),
 )
 
@@ -126,9 +131,9 @@ def test_a_turn_that_hangs_or_dies_fails_its_own_sample_alone(games: list[tuple[
     fates = [episode[end] for episode, end in zip(episodes, ends, strict=True)]
     assert found == [REASONS.get(fate.what, "") for fate in fates]
     stepped = [fate for episode, end in zip(episodes, ends, strict=True) for fate in episode[: end + 1]]
-    num_bad = sum(fate.what in REASONS for fate in fates)
-    num_left = sum(fate.what == "leave" for fate in fates)
+    num_clinging, num_left = (sum(fate.what == what for fate in fates) for what in ("cling", "leave"))
+    num_bad = sum(fate.what in REASONS for fate in fates) + num_clinging
     assert Process.num_started <= 1 + num_bad, "a process is started again by the fault of a turn"
     assert len(stepped) - num_left <= Process.num_stepped <= len(stepped), "no turn is stepped twice"
-    longest_s = sum(min(fate.seconds, TIMEOUT_S) for fate in stepped)
+    longest_s = sum(min(fate.seconds, TIMEOUT_S) for fate in stepped) + TIMEOUT_S * num_clinging
     assert now_s <= max(after_s for after_s, _ in games) + longest_s + (START_S + 0.1) * Process.num_started + 0.1

@@ -59,6 +59,8 @@ class _Life:
     child: Child
     guest: Guest
     key: str
+    memory: str
+    """The end of the message if it fails: how much memory it may have."""
     exited: asyncio.Task[int] = field(init=False)
     """Its exit code, once it has ended."""
 
@@ -86,7 +88,7 @@ class _Life:
                     finally:
                         changed.cancel()
         if self.exited.done() and (code := self.exited.result()):
-            raise RewardError(f"the program {describe_exit(code)}")
+            raise RewardError(f"the program {describe_exit(code)}{self.memory}")
 
     async def next_request(self, timeout_s: float) -> Asked | None:
         """Wait for the next request; ``None`` if the program ends instead.
@@ -181,17 +183,20 @@ class AgentActor:
         self, sample_id: SampleId, source: SourceEnvironment[AgentConfig], row: Mapping[str, Any]
     ) -> _Life:
         guest, config = Guest(write=partial(source.write, row)), source.config
+        limit = config.max_memory_gib
         key = self._door.let_in(guest)
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))  # a proxy is not for this address
         variables = dict(os.environ) | {"NO_PROXY": direct, "no_proxy": direct}
         variables |= {"OPENAI_BASE_URL": self._door.url, "OPENAI_API_KEY": key}
-        program = {"command": config.command, "function": config.function, "variables": variables, "row": dict(row)}
+        program = {name: getattr(config, name) for name in ("command", "function", "max_memory_gib")}
+        program |= {"variables": variables, "row": dict(row)}
+        memory = f"; was it out of memory? It may have {limit} GiB (environment.max_memory_gib)" if limit else ""
         try:
             child = await Child.start("rollover.environments.program", program, "program")
         except BaseException:
             self._door.let_out(key)
             raise
-        life = self._lives[sample_id] = _Life(child, guest, key)
+        life = self._lives[sample_id] = _Life(child, guest, key, memory)
         return life
 
     async def _after_replies(self, life: _Life, trajectory: Trajectory, config: AgentConfig) -> Asked | None:

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from rollover.errors import RewardError
 from rollover.settings.changes import Changeable
@@ -16,6 +16,8 @@ from rollover.types import MAX_REWARD
 
 MOST_CHARACTERS = 1_000_000
 """Longest answer of an environment."""
+
+_WANTED = "return a text, messages, a table with messages, reward and done, or None"
 
 Messages = list[dict[str, str]]
 Recovery = Literal["none", "replay", "snapshot", "live"]
@@ -78,8 +80,9 @@ def read_outcome(value: Any, role: str) -> Outcome:
         given = {"messages": [] if value is None else value, "done": value is None}
     if unknown := given.keys() - {"messages", "done", "reward"}:
         raise RefusedAnswer(f"its answer has {min(unknown)!r}; it may have messages, reward and done")
-    if not isinstance(done := given.get("done", False), bool):
-        raise RefusedAnswer(f"done is {done!r}: it must be True or False")
+    done = given.get("done", False)
+    if not isinstance(done := done.item() if hasattr(done, "item") else done, bool):  # NumPy's truths
+        raise RefusedAnswer(f"done is {done!r:.80}: it must be True or False")
     messages = _messages(given.get("messages", []), role)
     if not messages and not done:
         raise RefusedAnswer("its answer has no message although the episode is not done")
@@ -91,8 +94,8 @@ def _reward(reward: Any) -> float | None:
         return None
     try:
         number = float(reward)
-    except (TypeError, ValueError):
-        raise RefusedAnswer(f"its reward is {reward!r}, which is no number") from None
+    except (TypeError, ValueError, OverflowError):
+        raise RefusedAnswer(f"its reward is {reward!r:.80}, which is no number of 64 bits") from None
     if not abs(number) <= MAX_REWARD:
         raise RefusedAnswer(f"its reward is {number}: not a finite number within {MAX_REWARD:g}")
     return number
@@ -101,7 +104,7 @@ def _reward(reward: Any) -> float | None:
 def _messages(given: Any, role: str) -> Messages:
     listed = [given] if isinstance(given, str | Mapping) else given
     if not isinstance(listed, Sequence):
-        raise RefusedAnswer(f"it returned {type(given).__name__}: return a text, messages, a table or None")
+        raise RefusedAnswer(f"it returned {type(given).__name__}: {_WANTED}")
     messages = [_message(message, role) for message in listed]
     if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
         raise RefusedAnswer(f"its answer has more than {MOST_CHARACTERS:,} characters")
@@ -112,7 +115,7 @@ def _message(message: Any, role: str) -> dict[str, str]:
     if isinstance(message, str):
         message = {"content": message}
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise RefusedAnswer(f"a message of its answer is no text and has none: {message!r:.80}")
+        raise RefusedAnswer(f"a message of its answer is no text and has none: {message!r:.80}: {_WANTED}")
     return {"role": str(message.get("role", role)), "content": whole(message["content"])}
 
 
@@ -135,7 +138,7 @@ class LiveEpisode(Protocol):
         """Return the state in JSON values, if the environment keeps one."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> Any:
         return None
 
 
@@ -162,6 +165,9 @@ class EnvironmentSettings(ABC):
     Example: ``ToolsConfig(functions=("mine:calc",), max_turns=4)`` ends an episode after its fourth turn.
     """
 
+    has_state: ClassVar[bool] = True
+    """True if an answer depends on earlier turns."""
+
     kind: str
     max_turns: int = 16
     """Turns of the model after which an episode ends as truncated."""
@@ -171,16 +177,17 @@ class EnvironmentSettings(ABC):
     turn_timeout_s: Changeable[float] = 60.0
     """Seconds that the environment may take to answer a turn. Then its process is killed with everything that it has
     started, and the sample fails."""
+    max_memory_gib: Changeable[int | None] = None
+    """GiB of addresses that each process of the environment, or of its program, may have (``RLIMIT_AS``). They are more
+    than the memory that a process uses. Unset: no limit."""
     workers: Changeable[int] = 2
     """Number of processes in which environments run; the sources share them, as many as the largest number
     requested."""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_turns", self.max_turns), ("max_turn_tokens", self.max_turn_tokens)):
-            if value is not None and value < 1:
+        for name in ("max_turns", "max_turn_tokens", "max_memory_gib", "workers"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"environment.{name} must be at least 1, got {value}")
-        if self.workers < 1:
-            raise ValueError(f"environment.workers must be at least 1, got {self.workers}")
         if not 0 < self.turn_timeout_s < math.inf:
             raise ValueError(f"environment.turn_timeout_s must be above 0 and finite, got {self.turn_timeout_s}")
 
@@ -193,11 +200,6 @@ class EnvironmentSettings(ABC):
     def concurrency(self) -> int:
         """Return how many turns a process answers at the same time."""
         return 1
-
-    @property
-    def has_state(self) -> bool:
-        """Return whether an answer depends on earlier turns."""
-        return True
 
     @property
     def recovers_by(self) -> Recovery:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,8 +62,8 @@ def read_request(body: bytes) -> ChatRequest:
     """
     try:
         given = json.loads(body)
-        json.dumps(given, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # a text may hold half a character
+        json.dumps(deepcopy(given), ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # a text may hold half a character; no step goes deeper than a copy
         raise RefusedRequest(f"the request is no JSON: {error}") from None
     if not isinstance(given, dict) or not isinstance(given.get("messages"), list) or not given["messages"]:
         raise RefusedRequest("the request has no messages")

@@ -170,17 +170,19 @@ class _Response:
         await self._write(b": waiting\n\n" if self._request.streams else b" ")
 
     async def end(self, reply: ChatReply | RefusedRequest) -> None:
-        """Send the reply, or why there is none."""
-        is_refused = isinstance(reply, RefusedRequest)
-        found = _error(reply) if isinstance(reply, RefusedRequest) else reply.completion(self._request)
-        if not self._has_begun and (is_refused or not self._request.streams):
-            await _send(self._send, 400 if is_refused else 200, found)
-            return
-        content = json.dumps(found).encode()
-        if self._request.streams:
-            pieces = [found] if isinstance(reply, RefusedRequest) else reply.pieces(self._request)
-            content = b"".join(b"data: %b\n\n" % json.dumps(piece).encode() for piece in pieces) + b"data: [DONE]\n\n"
-        await self._write(content, more=False)
+        """Send the reply, or why there is none. JSON that has begun with status 200 is then cut off: clients try again,
+        and get status 400."""
+        if isinstance(reply, RefusedRequest):
+            if not self._has_begun:
+                await _send(self._send, 400, _error(reply))
+            elif self._request.streams:
+                await self._write(_events([_error(reply)]), more=False)
+        elif self._request.streams:
+            await self._write(_events(reply.pieces(self._request)), more=False)
+        elif self._has_begun:
+            await self._write(json.dumps(reply.completion(self._request)).encode(), more=False)
+        else:
+            await _send(self._send, 200, reply.completion(self._request))
 
     async def _write(self, content: bytes, *, more: bool = True) -> None:
         if not self._has_begun:
@@ -188,6 +190,10 @@ class _Response:
             kind = (b"content-type", b"text/event-stream") if self._request.streams else _JSON
             await self._send({"type": "http.response.start", "status": 200, "headers": [kind]})
         await self._send({"type": "http.response.body", "body": content, "more_body": more})
+
+
+def _events(pieces: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %b\n\n" % json.dumps(piece).encode() for piece in pieces) + b"data: [DONE]\n\n"
 
 
 async def _send(send: _Send, status: int, content: dict[str, Any]) -> None:
@@ -221,7 +227,7 @@ def _error(error: RefusedRequest | DataError) -> dict[str, Any]:
 def _reward(body: bytes) -> float:
     try:
         reward = float(json.loads(body)["reward"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise RefusedRequest('the body must read {"reward": NUMBER}') from None
     if not math.isfinite(reward) or abs(reward) > MAX_REWARD:
         raise RefusedRequest(f"the reward is {reward}: not a finite number within {MAX_REWARD:g}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import Any
@@ -75,9 +75,9 @@ class EpisodeProcess:
         raise RewardError(failure)
 
     def forget(self, key: str) -> None:
-        """Close an episode."""
+        """Close an episode. It has the time of a turn: if it hangs, that is no turn's fault."""
         if self._life is not None:
-            self._life.child.send({"forget": key})
+            self._begin(self._life, {"forget": key})
 
     async def close(self) -> None:
         self._closed = True
@@ -110,11 +110,7 @@ class EpisodeProcess:
     async def _ask(self, life: _WorkerLife, message: dict[str, Any]) -> dict[str, Any]:
         if self._is_serial and life is not self._life:
             raise _Lost
-        number = next(self._numbers)
-        answer = life.asked[number] = asyncio.get_running_loop().create_future()
-        life.child.send({"id": number, **message})
-        if self._is_serial and len(life.asked) == 1:
-            self._watch(life)
+        number, answer = self._begin(life, message)
         try:
             return await answer
         finally:
@@ -122,6 +118,14 @@ class EpisodeProcess:
                 life.asked.pop(number, None)
                 if life is not self._life:
                     self._retire(life)
+
+    def _begin(self, life: _WorkerLife, message: dict[str, Any]) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        number = next(self._numbers)
+        answer = life.asked[number] = asyncio.get_running_loop().create_future()
+        life.child.send({"id": number, **message})
+        if self._is_serial and len(life.asked) == 1:
+            self._watch(life)
+        return number, answer
 
     def _watch(self, life: _WorkerLife) -> None:
         """Begin the time of the first turn that is not answered."""
@@ -137,6 +141,7 @@ class EpisodeProcess:
         for place, answer in enumerate(life.asked.values()):
             if not answer.done():
                 answer.set_exception((RewardError if self._is_serial and not place else _Lost)(reason))
+                answer.exception()  # nobody waits for an episode to be closed
         life.child.end()
 
     def _retire(self, life: _WorkerLife) -> None:
@@ -183,16 +188,10 @@ class EpisodeProcess:
     @asynccontextmanager
     async def _all_room(self) -> AsyncIterator[None]:
         """Wait until nothing else is being answered, and keep it so."""
-        taken = 0
-        async with self._alone:
-            try:
-                while taken < self._concurrency:
-                    await self._room.acquire()
-                    taken += 1
-                yield
-            finally:
-                for _ in range(taken):
-                    self._room.release()
+        async with self._alone, AsyncExitStack() as all_room:
+            for _ in range(self._concurrency):
+                await all_room.enter_async_context(self._room)
+            yield
 
 
 class _Lost(Exception):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from rollover.environments.episodes.base import Action, EnvironmentSettings, LiveEpisode, Outcome, RefusedAnswer, whole
 from rollover.environments.user_function import PATH, check_import, load_function, parameters_of
@@ -41,6 +41,8 @@ class ToolsConfig(EnvironmentSettings):
     Example: with ``functions = ["mine:calc"]`` and a turn of ``<tool_call>{"name": "calc", "arguments": {"a": 12, "b":
     34}}</tool_call>``, the model reads what ``calc(a=12, b=34)`` of ``mine.py`` returns.
     """
+
+    has_state: ClassVar[bool] = False
 
     kind: Literal["tools"] = "tools"
     """``"tools"`` chooses functions."""
@@ -77,10 +79,6 @@ class ToolsConfig(EnvironmentSettings):
     @property
     def concurrency(self) -> int:
         return self.threads
-
-    @property
-    def has_state(self) -> bool:
-        return False
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         return tuple(describe(load_function(path, "tool")) for path in self.functions)
@@ -153,6 +151,8 @@ def _in_json(value: Any) -> Any:
     """Return what stands for a value that JSON does not have, and is the same in every process."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, tensors
+        return value.tolist()
     if isinstance(value, Set):
         return sorted(value, key=repr)
     if _ADDRESS.search(text := str(value)):

@@ -31,7 +31,7 @@ from rollover.environments.episodes.base import (
     awaited,
     step,
 )
-from rollover.environments.keeper import keep
+from rollover.environments.keeper import keep, limit_memory
 from rollover.environments.scoring import failed
 from rollover.environments.user_function import load_function
 from rollover.errors import DataError
@@ -92,7 +92,7 @@ class Holder:
         if (held := self._held.pop(key, None)) is not None:
             held.randomness.take_over()
             try:
-                held.live.close()
+                awaited(held.live.close())
             except Exception as error:
                 print(f"an environment failed while it was closed: {error!r}", file=sys.stderr)
 
@@ -157,6 +157,7 @@ def _in_json(answer: Outcome) -> dict[str, Any]:
 def main() -> None:
     channel = Channel(int(sys.argv[1]))
     settings = channel.receive()["environment"]
+    limit_memory(settings["max_memory_gib"])
     try:
         config = kinds(EnvironmentConfig)[settings["kind"]](**settings)
         holder = Holder(config)
@@ -182,6 +183,7 @@ def main() -> None:
             request = channel.receive()
             if "forget" in request:
                 holder.forget(request["forget"])
+                send(request["id"], {})
             elif "key" not in request:
                 send(request["id"], {"at_work": list(at_work)})
             elif config.concurrency == 1:

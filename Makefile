@@ -5,6 +5,7 @@
 #                  a third of their time, so there are $(DEEP_JOBS) processes for two cores
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
+# make test-agents  agents that use openai-agents and smolagents, installed in $(AGENTS_VENV) for them (0.2 GB)
 # make test-verl  the verl integration with the real verl on a CPU, installed in $(VERL_VENV) for it (2 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
 # make test-wheel   the wheel in empty environments: the core alone, inside TRL, and with all extras
@@ -20,6 +21,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 VERL_VENV ?= .venv-verl
+AGENTS_VENV ?= .venv-agents
 SLIME ?=
 ARGS ?=
 JOBS ?= 2
@@ -28,7 +30,7 @@ DEEP_JOBS ?= 2
 # Modules are compiled once, when they are first imported, not by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train compare test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
+.PHONY: help train compare test test-deep test-vllm test-sglang test-agents test-verl test-slime test-wheel test-resolver check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -67,6 +69,10 @@ test-vllm: $(VENV)/installed-test
 test-sglang: $(VENV)/installed-test
 	tests/real/sglang_env.sh $(SGLANG_VENV)
 	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
+
+test-agents: $(VENV)/installed-test
+	tests/real/agents_env.sh $(AGENTS_VENV)
+	AGENTS_PYTHON=$(abspath $(AGENTS_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents --numprocesses 3 tests/real $(ARGS)
 
 test-verl: $(VENV)/installed-test
 	tests/real/verl_env.sh $(VERL_VENV)

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    if any(item.get_closest_marker(tier) for tier in ("deep", "vllm", "sglang", "verl", "gpu")):
+    if any(item.get_closest_marker(tier) for tier in ("deep", "agents", "vllm", "sglang", "verl", "gpu")):
         return (yield)
     with tiers.shallow(item.nodeid):
         return (yield)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any
-
-from tests.environments.agents import post
 
 Row = Mapping[str, Any]
 ASKED = [{"role": "user", "content": "1 + 2?"}]
@@ -47,19 +44,3 @@ def streamed(row: Row) -> None:
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     for _ in client.chat.completions.create(model="rollover", messages=more(text), stream=True):
         pass
-
-
-def rewritten(row: Row) -> None:
-    """Turns calls into text and results into messages of the user, as smolagents' ToolCallingAgent 1.26 does."""
-
-    def message(role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": [{"type": "text", "text": text}]}
-
-    calc = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
-    messages = [message("system", "be brief"), message("user", "New task:\n1 + 2?")]
-    for result in ("3", "done"):
-        body = {"model": "rollover", "messages": messages, "tools": [calc], "tool_choice": "required"}
-        calls = post("/chat/completions", body).content["choices"][0]["message"]["tool_calls"]
-        for call in calls:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        messages += [message("assistant", f"Calling tools:\n{calls}"), message("user", f"Observation:\n{result}")]

@@ -17,7 +17,7 @@ begin() {
   rm -rf "${folder:?}"/*
   local free_gb=$(($(df -Pk "$folder" | awk 'NR == 2 { print $4 }') / 1000000))
   [ "$free_gb" -ge "$needed_gb" ] || fail "needs $needed_gb GB of free disk at $folder, there are $free_gb: make room," \
-    "or name another folder (make test-vllm VLLM_VENV=..., make test-sglang SGLANG_VENV=..., make test-verl VERL_VENV=...)"
+    "or name another folder (make test-vllm VLLM_VENV=..., for one)"
   echo "$0: installing into $folder, a few minutes ($needed_gb GB)"
   "${PYTHON:-python3}" -m venv "$folder" || fail "no virtual environment could be made with ${PYTHON:-python3}"
 }

@@ -70,10 +70,7 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
 
 def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
     """Look for rewards that teach nothing because siblings have equal ones."""
-    advice = (
-        "Read responses and their rewards under Samples: is a right answer recognised? A dry run (`rollover train"
-        " CONFIG --dry-run`) says what the reference answers score."
-    )
+    advice = "Read responses and their rewards under Samples: is a right answer recognised?"
     if filtered > 0.9:
         return (
             f"{filtered:.0%} of the decoded tokens were dropped by algorithm.group_filter, because the rewards of"
@@ -91,7 +88,11 @@ def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
             f" are too {level}, or the reward tells no responses apart. {advice}"
         )
     if min(rewards) == max(rewards):
-        return f"every reward of {steps} is {rewards[-1]:g}: nothing is learned. {advice}"
+        causes = (
+            " Such a reward mostly reads answers in a form that no response has, or compares with another column: a dry"
+            " run (`rollover train CONFIG --dry-run`) says what the reference answers score."
+        )
+        return f"every reward of {steps} is {rewards[-1]:g}: nothing is learned. {advice}{causes * (rewards[-1] <= 0)}"
     return f"all rewards within a group of {steps} are equal: nothing is learned. {advice}"
 
 
@@ -126,7 +127,7 @@ def _surprise(rows: Sequence[MetricRow]) -> str | None:
     return (
         f"trained tokens are less surprising than the policy: {surprise:.2f} against an entropy of {entropy:.2f} nats."
         " An engine that draws from a part of the distribution does this: look for top_k, top_p, min_p or a"
-        " temperature in its settings and in the model's generation_config.json."
+        " temperature in its settings, and in whatever changes requests on the way to it."
     )
 
 

@@ -32,18 +32,14 @@ def axis(title: str = "", **extra: Any) -> dict[str, Any]:
 
 
 def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> Figure:
+    text = {"size": 12, "color": "--ink"}
     base = {
         "height": height,
         "margin": {"l": 48, "r": 14, "t": 30, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 12, "color": "--ink"},
-        "hoverlabel": {
-            "bgcolor": "--surface",
-            "bordercolor": "--line",
-            "align": "left",
-            "font": {"size": 12, "color": "--ink"},
-        },
+        "hoverlabel": {"bgcolor": "--surface", "bordercolor": "--line", "align": "left", "font": text},
         "legend": LEGEND,
         "barcornerradius": 2,
     }

@@ -129,11 +129,8 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
         FinishReason.TURN: "ended a turn",
     }
     end = ends[span.finish_reason] if span.finish_reason is not None else "continued under new weights"
-    fate = "not trained yet"
-    if sample.waste is not None:
-        fate = f"wasted: {sample.waste}"
-    elif sample.trained_step is not None:
-        fate = f"trained at step {sample.trained_step}"
+    trained = "not trained yet" if sample.trained_step is None else f"trained at step {sample.trained_step}"
+    fate = trained if sample.waste is None else f"wasted: {sample.waste}"
     reward = "" if sample.reward is None else f", reward {sample.reward:g}"
     prompt = html.escape(sample.prompt_id)
     return (

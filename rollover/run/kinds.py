@@ -13,7 +13,13 @@ from rollover.engine.servers.kind import EMBEDDED_SERVERS, SGLANG, VLLM
 from rollover.settings.shape import kinds
 from rollover.swarm.kind import SWARM
 
-_KINDS = (EMBEDDED, VLLM, SGLANG, EMBEDDED_SERVERS, SWARM)
+_KINDS = (
+    EMBEDDED,
+    VLLM,
+    SGLANG,
+    EMBEDDED_SERVERS,
+    SWARM,
+)
 
 if TYPE_CHECKING:
     AnyEngineConfig: TypeAlias = EngineConfig

@@ -133,11 +133,10 @@ def lag_map() -> str:
     length = f"{settings['steps']} steps, of which the first {settings['warmup']} are not counted"
     seeds = sorted({len(cell["seeds"]) for cell in found["cells"].values()})
     said = f"Seeds per cell: {' or '.join(map(str, seeds))}; {length}."
+    if seeds[-1] > 1:
+        said += " ± is half of a 95 % interval."
     if seeds[0] > 1:
-        said += (
-            f" ± is half of a 95 % interval. In {sum(certain)} of {len(certain)} cases"
-            " the interval of the first over the second, paired by seed, is above 1."
-        )
+        said += f"\nIn {sum(certain)} of {len(certain)} cases the first leads by more than the interval of their ratio."
     four = f"With four replicas, the fastest is one of the two in {sum(still)} of {len(still)} cases."
     return "\n".join([*head, *rows, "", said, four, f"(`{MAP}`)"])
 

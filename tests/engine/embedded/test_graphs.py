@@ -155,11 +155,11 @@ def test_of_equal_experts_the_lower_id_is_chosen(tmp_path: Path) -> None:
 
 
 def test_the_gpu_benchmark_measures_the_engine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``test_gpu_training.py`` has its training."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    out = tmp_path / "gpu.json"
-    options = ("--device", "cpu", "--small", "--dtype", "float32", "--parts", "engine", "--out", str(out))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # ``test_gpu_training.py`` has its training
+    out, lengths = tmp_path / "gpu.json", tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([[5 + 3 * i, 40 - 2 * i] for i in range(16)]))
+    options = ("--device", "cpu", "--small", "--dtype", "float32", "--parts", "engine", "--lengths", str(lengths))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options, "--out", str(out)])
     importlib.import_module("gpu").main()
     found = json.loads(out.read_text())["shapes"]["tiny"]
     assert found["correctness"]["float32"]["largest_logprob_error"] < 1e-4

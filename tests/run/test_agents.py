@@ -158,7 +158,7 @@ def test_the_program_of_the_documentation_is_trained_on_the_packaged_task(
     command = f'command = ["{sys.executable}", "agent.py"]'
     config = config.replace('function = "rollover.tasks.calculator_agent:solve"', command)
     assert command in config
-    sizes = "[sft]\nnum_steps = 300\n[rollout]\nrollout_batch_size = 2\ngroup_size = 2\n[eval]\nnum_prompts = 1\n"
+    sizes = "[sft]\nnum_steps = 150\n[rollout]\nrollout_batch_size = 2\ngroup_size = 2\n[eval]\nnum_prompts = 1\n"
     Path("run.toml").write_text(f'extends = "agent"\nsteps = 2\n{sizes}[[tasks.train]]{config}')
     assert cli.main(["train", "run.toml", "--run-dir", "out", "--logging.progress", "off"]) == 0
     trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from rollover.run.directory import RunDir
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
 from tests.speed import within
+from tests.swarm.chaos.forked import Forked
 
 CONTEXT = 80
 
@@ -85,19 +84,20 @@ def test_ctrl_c_in_a_hung_update_ends_the_run_and_leaves_no_paused_server(experi
 
     hung, over = threading.Event(), threading.Event()
     server = Hanging(experiment / "model", context=CONTEXT)
-    with serving(server) as url, (experiment / "out.txt").open("wb") as out:
-        engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url]), "--engine.max_running", "24"]
-        command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", "out", "--steps", "9", *engine]
-        paths = os.pathsep.join([str(Path(__file__).parents[2]), str(experiment)])
-        training = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths})
+    with serving(server) as url:
+        engine = ("--engine.kind", "vllm", "--engine.urls", json.dumps([url]), "--engine.max_running", "24")
+        training = Forked(experiment, "run", ("train", "run.toml", "--run-dir", "out", "--steps", "9", *engine))
         try:
-            assert hung.wait(within(120.0))
+            assert hung.wait(within(120.0)), training.last_words()
             assert server.paused
-            training.send_signal(signal.SIGINT)
-            assert training.wait(within(100.0)) == 130
+            training.send(signal.SIGINT)
+            give_up_s = time.monotonic() + within(100.0)
+            while training.exit_code is None:
+                assert time.monotonic() < give_up_s, training.last_words()
+                time.sleep(0.05)
+            assert training.exit_code == 130
         finally:
             training.kill()
-            training.wait()
             over.set()
         assert not server.paused
     assert runs.ledger(Path("out")).next_step == 2

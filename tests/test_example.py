@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.speed import within
 
-ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo_in_one_file.py"
 STEP = re.compile(r"^step (\d+): reward ([\d.]+), \d+ tokens, (\d+) of them sampled by older weights", re.MULTILINE)
 ACCOUNT = re.compile(r"decoded (\d+) = trained (\d+) \+ wasted (\d+) \+ live (\d+)")
-
-
-def run(model: Path, folder: Path, steps: int) -> str:
-    command = [sys.executable, str(EXAMPLE), str(model), str(folder), "--steps", str(steps)]
-    options = ["--learning-rate", "3e-3", "--max-new-tokens", "60"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=ROOT, timeout=within(300))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_example_is_short_and_uses_the_public_door_alone() -> None:
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 200
-    modules = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    modules |= {
-        alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names
-    }
+    nodes = [*ast.walk(ast.parse(text))]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert modules - {*sys.stdlib_module_names} == {"rollover", "transformers"}
 
 
-def test_the_example_learns_rolls_over_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
-    before = run(tiny_model, tmp_path, 8)
+def test_the_example_learns_rolls_over_and_resumes(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process as a user starts it, and in this one."""
+    argv = f"{EXAMPLE} {tiny_model} {tmp_path} --learning-rate 3e-3 --max-new-tokens 60 --steps".split()
+    command = [sys.executable, *argv, "8"]
+    before = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=within(300)).stdout
     first = STEP.findall(before)
     assert [int(step) for step, _, _ in first] == [*range(1, 9)]
     assert sum(int(older) for _, _, older in first) > 0
-    after = run(tiny_model, tmp_path, 10)
+    monkeypatch.setattr(sys, "argv", [*argv, "10"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    after = capsys.readouterr().out
     second = STEP.findall(after)
     assert [int(step) for step, _, _ in second] == [9, 10]
     assert float(second[-1][1]) > float(first[0][1]) + 0.05

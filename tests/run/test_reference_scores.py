@@ -50,7 +50,8 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def said(reward: Any, *rows: dict[str, Any], is_taught: bool = False, **settings: Any) -> list[str]:
         rows = rows or tuple({"question": f"{i} + 1", "answer": f"{i + 1}", "level": "hard"} for i in range(30))
         Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = JsonlConfig(name="rows", path="rows.jsonl", reward=reward, **settings)
+        scored = {"rewards": reward} if isinstance(reward, tuple) else {"reward": reward}
+        source = JsonlConfig(name="rows", path="rows.jsonl", **scored, **settings)
         config = TasksConfig(train=(source,), chat_template="off", shuffle=False)
         opened = open_source(source, config, build_tokenizer([]), seed=0)
         return [*reference_scores(opened, build_tokenizer([]), group_size=3, is_taught=is_taught)]
@@ -77,10 +78,10 @@ def test_an_answer_that_scores_in_a_form_alone_is_told_with_the_form(said: Calla
     worked = {"question": "1 + 0", "answer": "1 + 0 = 1\n#### 1"}
     (line,) = said(ExactConfig(extract="hashes", reference_extract="hashes"), worked)
     assert line.startswith(f'warning: {whose} 0 to the response "1", and 1 to the response "#### 1"; 1 of 1')
-    (line,) = said(ExactConfig(extract="pattern", answer_pattern=r"so it is (\d+)"))
+    config = ExactConfig(extract="pattern", answer_pattern=r"so it is (\d+)")
+    (line,) = said(config)
     assert line.startswith("warning: 0 of 20 reference answers score above 0: reward exact, extract = 'pattern', gives")
     solved = {"question": "1 + 0", "answer": "1", "solution": "so it is 1"}
-    config = ExactConfig(extract="pattern", answer_pattern=r"so it is (\d+)")
     (line,) = said(config, solved, answer_column="answer")
     assert line.endswith(
         'gives 0 to the response "1", and 1 to the response "so it is 1"; 1 of 1 reference answers score above 0'
@@ -92,8 +93,7 @@ def test_a_function_that_compares_with_another_column_is_told(said: Callable[...
     for reward in (function("right"), MathVerifyConfig(), ExactConfig(extract="last_line")):
         (line,) = said(reward)
         assert line.startswith(f"reward {reward.label}") and line.endswith(fine)
-    (line,) = said(function("boxed"))
-    assert 'gives -0.25 to the response "1", and 0.75 to the response "\\\\boxed{1}"; 20 of 20' in line
+    assert 'gives -0.25 to the response "1", and 0.75 to the response' in said(function("boxed"))[0]
     (line,) = said(function("other"))
     assert line.startswith("warning: 0 of 20 reference answers score above 0: reward scored:other gives 0 to the resp")
     assert line.endswith("it reads another form, or another column (of the row's answer, level)")
@@ -117,11 +117,11 @@ def test_components_are_told_and_groups_are_scored_as_a_whole(said: Callable[...
     assert line == (
         'reward scored:parts gives 1 (long 1, never 0) to the response "1"; 20 of 20 reference answers score above 0'
     )
+    lines = said((function("right", weight=0.0), ExactConfig(extract="whole", weight=-1.0)))
+    assert [line.partition(" to the")[0][-7:] for line in lines] == ["gives 1"] * 2
     (line,) = said(function("rank", group=True))
     assert line.startswith('reward scored:rank gives 2 to the response "1"; 20 of 20')
 
 
 def test_rows_without_an_answer_say_so(said: Callable[..., list[str]]) -> None:
-    assert said(function("none"), {"question": "why?"}) == [
-        "its reference answers were not scored: no column holds one"
-    ]
+    assert said(function("none"), {"question": "why?"})[0].endswith("were not scored: no column holds one")

@@ -32,7 +32,7 @@ from engine import machine  # noqa: E402
 from swarm_arms import without_sections  # noqa: E402
 
 from rollover.report.metrics import read_metrics  # noqa: E402
-from rollover.run.loading import find  # noqa: E402
+from rollover.run.building import find  # noqa: E402
 
 TWO = ("--trainer.num_devices", "2")
 WAYS = {"1 device": (), "2 devices": TWO, "2 devices on a Ray cluster": TWO}

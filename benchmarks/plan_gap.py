@@ -67,7 +67,9 @@ def fleet_of(nodes: list[tuple[str, int]], gbit_s: float) -> Fleet:
 def spec_of(model: str, groups: int, max_staleness: int) -> PlanSpec:
     shape = parse({**BASE, **dict(zip(KEYS, MODELS[model], strict=True))}, name=model)
     return PlanSpec(
-        model=shape, workload=workload.load("light-8k", num_groups=groups, group_size=8), max_staleness=max_staleness
+        model=shape,
+        workload=workload.read_workload("light-8k", num_groups=groups, group_size=8),
+        max_staleness=max_staleness,
     )
 
 

@@ -23,7 +23,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.trainer.logprobs import response_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import SamplingParams
 
@@ -92,7 +92,7 @@ def main() -> None:
         config = AutoConfig.for_model("qwen3_moe", **SHAPE)
         model: Any = AutoModelForCausalLM.from_config(config)
         model.to(torch.bfloat16).save_pretrained(folder)  # both begin with the same values
-        policy = load_policy(folder)
+        policy = open_model(folder)
         result: dict[str, Any] = {"tokens": PROMPTS * TOKENS}
         gradients = {}
         for dtype in ("float32", "bfloat16"):

@@ -27,7 +27,7 @@ from typing import Any
 from edge import EdgeMachine
 from forked import Forks
 
-from rollover.run.loading import find
+from rollover.run.building import find
 from rollover.swarm.coordinator.status.snapshot import read_status
 from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key

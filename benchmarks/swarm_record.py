@@ -166,16 +166,16 @@ async def _evaluate(config_file: Path, model: Path, checkpoints: Path, samples_p
     from rollover.engine.embedded.config import EmbeddedConfig
     from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.environments.scorer import RewardScorer
-    from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.hf.tokenizer import open_tokenizer, stop_token_ids
     from rollover.rollout.environment import NoEnvironment
+    from rollover.run.building import build_config
     from rollover.run.evaluation import Evaluator
-    from rollover.run.loading import load
     from rollover.tasks.open import eval_sources
     from rollover.weights.sources import FolderWeights
 
-    config = load(config_file)
+    config = build_config(config_file)
     config = replace(config, eval=replace(config.eval, max_new_tokens=None, samples_per_prompt=samples_per_prompt))
-    tokenizer = load_tokenizer(model)
+    tokenizer = open_tokenizer(model)
     engine = EmbeddedEngine.from_folder(model, EmbeddedConfig(max_running=384, kv_cache_bytes=2**27))
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     scorer = RewardScorer([spec for source in sources for spec in source.reward_specs], tokenizer)

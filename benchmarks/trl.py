@@ -81,12 +81,12 @@ class Task:
     """Prompts and reward of an experiment, for a trainer that wants a table and a function of lists."""
 
     def __init__(self, experiment: str, model: Path, seed: int, num_prompts: int) -> None:
-        from rollover.hf.tokenizer import load_tokenizer
-        from rollover.run.loading import load
+        from rollover.hf.tokenizer import open_tokenizer
+        from rollover.run.building import build_config
         from rollover.tasks.open import eval_sources, held_out_texts, train_source
 
-        config = load(experiment, ["--seed", str(seed)])
-        tokenizer = load_tokenizer(model)
+        config = build_config(experiment, ["--seed", str(seed)])
+        tokenizer = open_tokenizer(model)
         evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
         source = train_source(config.tasks, tokenizer, seed=seed, held_out=held_out_texts(config.tasks, evaluation))
         self.rewards = {spec.source: spec.config.build(spec) for spec in source.reward_specs}
@@ -256,7 +256,7 @@ def run_ours(experiment: str, model: Path, folder: Path, *, steps: int, every: i
     from swarm_arms import without_sections
 
     from rollover.report.metrics import read_metrics
-    from rollover.run.loading import find
+    from rollover.run.building import find
 
     text = without_sections(find(experiment).read_text(), "model.scratch", "sft", "eval")
     text = re.sub(r"^steps = \d+", "", text, count=1, flags=re.MULTILINE)
@@ -309,7 +309,7 @@ def all_arms(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
     """Warm a model up with a seed, evaluate it, and return what was measured of each arm that starts from it."""
     from swarm_arms import without_sections
 
-    from rollover.run.loading import find
+    from rollover.run.building import find
 
     folder.mkdir(parents=True, exist_ok=True)
     warm_up(folder, options.experiment, seed)

@@ -39,7 +39,7 @@ class RolloverError(Exception):
         The message is all that a user needs; a traceback would not help:
 
         >>> try:
-        ...     load("quickstart", ["--stepz", "5"])
+        ...     build_config("quickstart", ["--stepz", "5"])
         ... except RolloverError as error:
         ...     print(error)
         command line: --stepz: unknown key; did you mean 'steps'?

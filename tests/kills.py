@@ -28,7 +28,7 @@ from rollover.rollout import events as recorded
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
-from rollover.run.loading import load
+from rollover.run.building import build_config
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
 from rollover.types import FinishReason
 from tests import runs
@@ -293,7 +293,7 @@ def _succeeded(outcome: Outcome) -> None:
 
 def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> None:
     """The laws at the end of a run."""
-    config = load(str(run.parent / "run.toml"), case.argv)
+    config = build_config(str(run.parent / "run.toml"), case.argv)
     batches, ledger = runs.batches(run), runs.ledger(run)
     assert [batch.step for batch in batches] == list(range(STEPS)), "a step is missing"
     groups = [group.group_id for batch in batches for group in batch.groups]

@@ -18,7 +18,7 @@ from rollover.engine import sampling_check
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled
 from rollover.errors import EngineError
-from rollover.run.loading import restore
+from rollover.run.building import restore
 
 restore({"model": {"path": "model"}}, "a run like any other")  # what pydantic finds out of the settings is kept
 sampling_check.MAX_DRAWS = 1  # as in the fixture ``experiment``

@@ -13,9 +13,9 @@ import pytest
 from rollover import cli
 from rollover.errors import EXTRAS, DataError, ResourceError
 from rollover.run import directory, jobs
+from rollover.run.building import build_config
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
-from rollover.run.loading import load
 from rollover.run.sections import WarmupConfig
 from rollover.trainer.checkpoint import CheckpointManifest, prune_checkpoints, write_manifest
 from rollover.version import __version__
@@ -95,7 +95,7 @@ def test_overrides_and_options_may_stand_in_any_order(
     work: Jobs, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *argv]) == 0
-    wanted = load("run.toml", ["--rollout.group_size", "2", "--tasks.prompt_suffix", "-4"])
+    wanted = build_config("run.toml", ["--rollout.group_size", "2", "--tasks.prompt_suffix", "-4"])
     assert work.done == [("train", wanted, Path("out"))]
     assert capsys.readouterr().out == "report: out/report.html\n"
 
@@ -112,7 +112,7 @@ def test_a_run_gets_a_directory_named_after_its_config(work: Jobs, command: str,
 def test_a_resumed_run_works_in_its_directory_under_its_config(work: Jobs) -> None:
     assert cli.main(["train", "run.toml", "--seed", "3", "--run-dir", "out"]) == 0
     assert cli.main(["train", "--resume", "out", "--steps", "20"]) == 0
-    assert work.done[1] == ("train", load("run.toml", ["--seed", "3", "--steps", "20"]), Path("out"))
+    assert work.done[1] == ("train", build_config("run.toml", ["--seed", "3", "--steps", "20"]), Path("out"))
 
 
 @pytest.mark.parametrize("option", ["--quiet", "-q"])
@@ -133,7 +133,7 @@ def test_a_dry_run_prints_a_config_and_leaves_nothing(work: Jobs, capsys: pytest
     printed = capsys.readouterr().out
     assert printed.startswith("# 12 steps\n")
     Path("printed.toml").write_text(printed)
-    assert load("printed.toml") == load("run.toml", ["--seed", "3"])
+    assert build_config("printed.toml") == build_config("run.toml", ["--seed", "3"])
 
 
 def test_a_dry_run_of_a_resume_changes_nothing(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
     assert cli.main(["eval", "out", "--eval.num_prompts", "5"]) == 0
     job, config, path = work.done[-1]
     assert (job, config.model.path, config.model.scratch) == ("evaluate", "out/checkpoints/step_10", None)
-    assert (config.eval.num_prompts, config.tasks.train) == (5, load("run.toml").tasks.train)
+    assert (config.eval.num_prompts, config.tasks.train) == (5, build_config("run.toml").tasks.train)
     assert config.tasks.eval == config.tasks.train
     assert "measured on newly drawn items (tasks.train)" in capsys.readouterr().err
     assert path.parent == Path("out") and path.name.startswith("eval-")

@@ -72,7 +72,7 @@ def test_a_config_loads_without_torch_and_with_few_modules() -> None:
         "import sys; from pathlib import Path; import rollover.run.config;"
         "files = [m.__file__ for name, m in sys.modules.items() if name.startswith('rollover.')];"
         "print(sum('import' in Path(file).read_text() for file in files));"
-        "from rollover.run.loading import restore;"
+        "from rollover.run.building import restore;"
         "restore({'model': {'scratch': {'max_position': 2048}}}, 'x'); print('torch' in sys.modules)"
     )
     num_modules, has_torch = python(code).split()

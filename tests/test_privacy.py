@@ -9,8 +9,8 @@ import pytest
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.privacy import HIDDEN, Redactor, is_secret, redacted, redacted_command, redacted_text
+from rollover.run.building import EXPERIMENTS, build_config
 from rollover.run.config import RunConfig
-from rollover.run.loading import EXPERIMENTS, load
 from rollover.run.sections import ModelConfig
 from rollover.settings.plain import resolved
 
@@ -57,7 +57,7 @@ def test_a_secret_that_is_not_set_is_shown_as_that() -> None:
 
 def test_a_whole_config_stays_readable() -> None:
     configs = [RunConfig(model=ModelConfig(path="Qwen/Qwen3-0.6B"))]
-    configs += [load(file) for file in EXPERIMENTS.glob("*.toml")]
+    configs += [build_config(file) for file in EXPERIMENTS.glob("*.toml")]
     engines = [VLLMConfig(urls=("http://10.0.0.5:8000",), api_key_env="MY_KEY"), SGLangConfig(launch=True)]
     for config in [*map(resolved, configs), *map(resolved, engines)]:
         assert redacted(config) == config

@@ -67,7 +67,7 @@ INTERNAL = {
     "Trajectory": "types",
     "View": "rollout.state",
     "Workload": "workload.base",
-    "load": "run.loading",
+    "build_config": "run.building",
     "simulate": "sim.run",
 }
 """Names within the package whose docstrings have examples, with their modules."""

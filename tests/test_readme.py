@@ -14,9 +14,9 @@ import pytest
 from rollover import cli
 from rollover.engine.kind import EngineFacts
 from rollover.hf.architecture import Architecture
+from rollover.run.building import build_config
 from rollover.run.config import longest_tokens
 from rollover.run.kinds import ENGINES
-from rollover.run.loading import load
 from tests import runs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -89,7 +89,7 @@ def test_all_commands_of_the_readme_work_on_its_own_config(project: Path, capsys
 def test_the_config_of_the_readme_fits_the_model_that_it_names(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(TOML)
-    config = load(file)
+    config = build_config(file)
     shape = Architecture.from_config(QWEN3_600M)
     assert config.model.path == "Qwen/Qwen3-0.6B"
     assert config.engine.kind == "embedded"

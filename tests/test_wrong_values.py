@@ -207,12 +207,12 @@ def test_a_model_the_engine_would_refuse_is_refused_before_the_warm_up(
 
 
 def test_several_end_tokens_of_the_models_configs_all_end_a_response(experiment: Path) -> None:
-    from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.hf.tokenizer import open_tokenizer, stop_token_ids
 
     shutil.copytree("model", "several")
     changed(eos_token_id=[0, 5])(Path("several"))
     written("generation_config.json", '{"eos_token_id": 7}')(Path("several"))
-    assert stop_token_ids(Path("several"), load_tokenizer(Path("several"))) == (0, 7, 5)
+    assert stop_token_ids(Path("several"), open_tokenizer(Path("several"))) == (0, 7, 5)
 
 
 DRY: list[tuple[dict[str, Any], list[str], str]] = [

@@ -58,8 +58,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
     """Start a new run of ``job``, a function in ``rollover.run.jobs``."""
     from rollover.run import directory
+    from rollover.run.building import build_config
     from rollover.run.jobs import completed
-    from rollover.run.loading import load
 
     require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
@@ -67,7 +67,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
         overrides = [*_one_evaluation(overrides), *overrides]
     of_run = job == "evaluate" and directory.is_run(Path(name))
     with ExitStack() as stack:
-        config = _checkpoint_config(Path(name), overrides, stack) if of_run else load(name, overrides)
+        config = _checkpoint_config(Path(name), overrides, stack) if of_run else build_config(name, overrides)
         config, notes = completed(config, job)
         if dry_run:
             show_plan(ctx, config, notes, job)

@@ -16,7 +16,7 @@ from rollover.hf.architecture import Architecture
 from rollover.hf.config import read_config
 
 
-def load(model: str | Path) -> ModelShape:
+def read_shape(model: str | Path) -> ModelShape:
     """Return the shape of ``model``: a folder with a ``config.json``, such a file, or an id on the Hugging Face hub."""
     path = Path(model) if Path(model).exists() else _from_hub(str(model))
     file = path / "config.json" if path.is_dir() else path

@@ -25,8 +25,8 @@ SAMPLED_PROMPTS = 2048
 """Groups drawn to cut lengths into buckets."""
 
 
-def load(
-    name: str, *, num_groups: int, group_size: int, cap_tokens: int | None = None, seed: int = 0, **settings: Any
+def read_workload(
+    name: str, *, num_groups: int, group_size: int, cap_tokens: int | None = None, **settings: Any
 ) -> WorkloadSpec:
     """Read the workload ``name``: a preset such as ``math-16k``, a file of lengths or a law, or a run.
 
@@ -36,7 +36,7 @@ def load(
         ConfigError, DataError, RunError: ``name`` refers to nothing, or to something damaged.
         PlanError: a setting is out of range.
     """
-    lengths = read_lengths(name, cap_tokens=cap_tokens).workload(seed)
+    lengths = read_lengths(name, cap_tokens=cap_tokens).workload()
     return specify(name, lengths, num_groups=num_groups, group_size=group_size, **settings)
 
 

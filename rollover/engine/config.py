@@ -71,7 +71,7 @@ class EngineDemands:
 class EngineConfig(ABC):
     """The base of the configs of all engines. Each adds its fields, ``kind`` among them.
 
-    Example: ``EmbeddedConfig().publication_timeout_s`` is 600.0; a config of servers adds up the deadlines of one.
+    Example: ``EmbeddedConfig().publish_timeout_s`` is 600.0; a config of servers adds up the deadlines of one.
     """
 
     __slots__ = ()
@@ -93,8 +93,8 @@ class EngineConfig(ABC):
         return None
 
     @property
-    def publication_timeout_s(self) -> float:
-        """Return the longest that a publication of weights may take."""
+    def publish_timeout_s(self) -> float:
+        """Return the longest that engines may take to load published weights."""
         own_s = self.update_timeout_s
         return UPDATE_TIMEOUT_S if own_s is None else own_s
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.environments.episodes.base import Action, Outcome
 from rollover.environments.episodes.tools import Tools
-from rollover.environments.user_function import load_function
+from rollover.environments.user_function import import_function
 
 
 class Trl:
@@ -27,12 +27,12 @@ class Trl:
     """
 
     def __init__(self, factory: str, parser: str = "hermes", tool_role: str = "tool") -> None:
-        self._inner = load_function(factory)()
+        self._inner = import_function(factory)()
         self._tools = Tools(_methods(self._inner), parser=parser, role=tool_role)
 
     @staticmethod
     def offered_tools(factory: str, **options: Any) -> list[Callable[..., Any]]:
-        return [*_methods(load_function(factory)()).values()]
+        return [*_methods(import_function(factory)()).values()]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         return self._inner.reset(**row)

@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def _call(path: str, row: Mapping[str, Any]) -> None:
-    from rollover.environments.user_function import load_function
+    from rollover.environments.user_function import import_function
 
-    done = load_function(path)(row)
+    done = import_function(path)(row)
     if inspect.isawaitable(done):
         import asyncio  # which takes longer than all else that is imported here
 

@@ -62,7 +62,7 @@ def _check_import(module_name: str, folder: str) -> None:
         raise DataError(f"the process that imports the module {module_name!r} {describe_exit(code)}{_MEND}")
 
 
-def load_function(path: str, what: str = "function") -> Callable[..., Any]:
+def import_function(path: str, what: str = "function") -> Callable[..., Any]:
     """Import ``"module:function"``; modules in the working directory are found too. ``what`` it is, for messages."""
     module_name, _, function_name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -107,8 +107,8 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
     """Return the arguments that the function requires, except those ``given`` and those that every function receives.
-    Raises ``DataError`` like ``load_function``."""
-    parameters = parameters_of(path, load_function(path))
+    Raises ``DataError`` like ``import_function``."""
+    parameters = parameters_of(path, import_function(path))
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return tuple(p.name for p in by_name if p.default is p.empty and p.name not in {*ALWAYS_GIVEN, *given})
 

@@ -43,7 +43,7 @@ def of_device(
     found = catalogue.packaged().surroundings(
         device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None
     )
-    shape = models.load(model)
+    shape = models.read_shape(model)
     workload = specify(
         "lengths", lengths.workload(0), num_groups=rollout.rollout_batch_size, group_size=rollout.group_size
     )

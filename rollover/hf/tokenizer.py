@@ -10,7 +10,7 @@ from rollover.errors import ModelError, parse_json
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(folder: Path) -> Any:
+def open_tokenizer(folder: Path) -> Any:
     """Open the folder's fast tokenizer, as its ``tokenizer.json`` describes it: the class that transformers chooses by
     the model's type may replace the way in which text is cut into words.
 

@@ -126,7 +126,7 @@ class FleetFile:
             raise ValueError(f"budget_per_hour must be above zero, got {self.budget_per_hour}")
 
 
-def load(file: Path) -> Fleet:
+def read_fleet(file: Path) -> Fleet:
     """Read the fleet described in ``file``; raises ``ConfigError`` with file and line."""
     return parse(toml.read(file), file.parent)
 

@@ -87,8 +87,8 @@ def plan(request: PlanRequest) -> None:
     invalid; the message says how."""
     console = Console(highlight=False)
     fleet = _with_budget(_read_fleet(request.fleet), request)
-    model = models.load(request.model)
-    lengths = workload.load(
+    model = models.read_shape(request.model)
+    lengths = workload.read_workload(
         request.workload,
         num_groups=request.num_groups,
         group_size=request.group_size,
@@ -110,7 +110,7 @@ def plan(request: PlanRequest) -> None:
 def _read_fleet(name: str) -> Fleet:
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
-        return fleets.load(path)
+        return fleets.read_fleet(path)
     examples = {
         file.name.removesuffix(".toml"): file for file in files("rollover.planner").joinpath("fleets").iterdir()
     }

@@ -1,6 +1,6 @@
 """The mixed-integer linear programme (MILP) of phase 1, at one rate.
 
-A problem at a rate (``RateLoad``) asks: is there a trainer, and are there replicas, that do all of the work? Per
+A problem at a rate (``RateDemand``) asks: is there a trainer, and are there replicas, that do all of the work? Per
 kind of replica c and training plan p:
 
     x[c] >= 0     part of the samples that the kind decodes
@@ -37,7 +37,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
-from rollover.planner.rate_load import Floats, RateLoad
+from rollover.planner.rate_demand import Floats, RateDemand
 
 _INFEASIBLE = 2
 
@@ -134,14 +134,14 @@ class ProgramPoint:
 
 
 class Program:
-    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind; without row (6) if the
+    """The rows of ``demand`` for one of ``plans``, with at most ``most`` replicas of each kind; without row (6) if the
     bound is ``unbounded``."""
 
     def __init__(
-        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, unbounded: bool = False
+        self, demand: RateDemand, plans: Sequence[int], *, most: Floats | None = None, unbounded: bool = False
     ) -> None:
-        self.load = load
-        self.problem = load.problem
+        self.demand = demand
+        self.problem = demand.problem
         self.plans = list(plans)
         self._choose(most)
         self._lay_out()
@@ -153,18 +153,18 @@ class Program:
 
     def _choose(self, most: Floats | None) -> None:
         """Choose the kinds that are worth a variable, and the largest number of replicas of each."""
-        load = self.load
-        left = (load.stock - load.training[self.plans]).max(axis=0)
-        fit = np.floor(load.of_type.T @ left / load.sizes)
-        self._most = np.where(load.in_time(self.plans), fit if most is None else np.minimum(fit, most), 0.0)
+        demand = self.demand
+        left = (demand.stock - demand.training[self.plans]).max(axis=0)
+        fit = np.floor(demand.of_type.T @ left / demand.sizes)
+        self._most = np.where(demand.in_time(self.plans), fit if most is None else np.minimum(fit, most), 0.0)
         self.kinds = np.flatnonzero(self._most)
         self._place = np.full(len(self._most), -1)
         self._place[self.kinds] = np.arange(len(self.kinds))
 
     def _lay_out(self) -> None:
         """Decide where each variable stands, and its bounds."""
-        load = self.load
-        self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
+        demand = self.demand
+        self.shapes = [kept for s in demand.shapes if len(kept := [c for c in s if self._most[c]])]
         sizes = {
             "x": len(self.kinds),
             "y": len(self.kinds),
@@ -193,9 +193,9 @@ class Program:
 
     def _add_samples(self) -> None:
         """Add rows (1), (2) and (7)."""
-        load, at = self.load, self.at
+        demand, at = self.demand, self.at
         self.rows.add(np.r_[at["x"], at["share"]], np.r_[np.ones(len(at["x"])), -1.0], low=0)
-        needs = [load.time, load.cache] if self.problem.workload.held_s else [load.time]  # else (7) follows from (2)
+        needs = [demand.time, demand.cache] if self.problem.workload.held_s else [demand.time]  # else (2) implies (7)
         for c, x, y in zip(self.kinds, at["x"], at["y"], strict=True):
             for need in needs:
                 self.rows.add([x, y], [need[c], -1.0], high=0)
@@ -206,40 +206,40 @@ class Program:
 
     def _add_trainer(self) -> None:
         """Add row (3), and rows (8) where they depend on the trainer."""
-        load, at = self.load, self.at
+        demand, at = self.demand, self.at
         self.rows.add(at["z"], 1.0, low=1, high=1)
-        quick = np.stack([load.in_time([p])[self.kinds] for p in self.plans])
+        quick = np.stack([demand.in_time([p])[self.kinds] for p in self.plans])
         for x, suits in zip(at["x"], quick.T, strict=True):
             if not suits.all():
                 self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
 
     def _add_limits(self, *, unbounded: bool) -> None:
         """Add rows (4), (5) and (6)."""
-        load, at, problem = self.load, self.at, self.problem
+        demand, at, problem = self.demand, self.at, self.problem
         for g, supply in enumerate(problem.supplies):
-            rolling = (load.sizes * load.of_type[g])[self.kinds]
-            training = load.training[self.plans, g]
+            rolling = (demand.sizes * demand.of_type[g])[self.kinds]
+            training = demand.training[self.plans, g]
             self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling, training], high=supply.count)
-        for (g, size, count), rolling in zip(load.scarce, load.in_blocks, strict=True):
-            trained = load.training_in_blocks(g, size, self.plans)
+        for (g, size, count), rolling in zip(demand.scarce, demand.in_blocks, strict=True):
+            trained = demand.training_in_blocks(g, size, self.plans)
             self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], trained], high=count)
         if problem.budget_per_hour is not None:
-            self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
+            self.limit(self.cost_row(np.nan_to_num(demand.prices)), problem.budget_per_hour)
         if not unbounded:
             self.rows.add(np.arange(self.num_variables), self.staleness_row(), high=problem.max_staleness + 1)
 
     def cost_row(self, prices: Floats) -> Floats:
         """Return the cost per hour as a function of all variables."""
-        load, row = self.load, np.zeros(self.num_variables)
-        row[self.at["y"]] = (load.sizes * (load.of_type.T @ prices))[self.kinds]
-        row[self.at["z"]] = load.training[self.plans] @ prices
+        demand, row = self.demand, np.zeros(self.num_variables)
+        row[self.at["y"]] = (demand.sizes * (demand.of_type.T @ prices))[self.kinds]
+        row[self.at["z"]] = demand.training[self.plans] @ prices
         return row
 
     def staleness_row(self) -> Floats:
         """Return the left side of (6)."""
         row = np.zeros(self.num_variables)
-        row[self.at["x"]] = self.load.waiting[self.kinds]
-        row[self.at["z"]] = self.load.busy[self.plans]
+        row[self.at["x"]] = self.demand.waiting[self.kinds]
+        row[self.at["z"]] = self.demand.busy[self.plans]
         return row
 
     def unit_row(self, name: str) -> Floats:

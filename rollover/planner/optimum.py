@@ -1,7 +1,7 @@
 """Phase 1: the fastest plan of a problem, or the cheapest that is fast enough, proved to a gap.
 
-At a given rate everything is linear (``RateLoad``), and what can be done at a rate can be done at any lower one. So the
-search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
+At a given rate everything is linear (``RateDemand``), and what can be done at a rate can be done at any lower one. So
+the search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
 
 Trainers are asked one by one, the most promising first. Shadow prices (``PriceBounds``) bound what each can reach, and
 rule out most trainers and most kinds of replica before any whole number is looked for.
@@ -23,7 +23,7 @@ import numpy as np
 
 from rollover.errors import PlanError
 from rollover.planner.milp import OutOfTime, Program, ProgramPoint
-from rollover.planner.rate_load import Floats, RateLoad
+from rollover.planner.rate_demand import Floats, RateDemand
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.shadow_prices import PriceBounds
 from rollover.planner.solution import described, highest, rate_reached
@@ -81,7 +81,7 @@ def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None 
     try:
         if cost_per_hour is None:
             return search._beyond(steps_per_s) is not None
-        return search._below(RateLoad(search.problem, steps_per_s), cost_per_hour, exact=True) is not None
+        return search._below(RateDemand(search.problem, steps_per_s), cost_per_hour, exact=True) is not None
     except OutOfTime:
         return True
 
@@ -157,14 +157,14 @@ class _Search:
 
     def _promised(self, rate: float) -> float:
         """Return how much more than ``rate`` could be done if numbers need not be whole; below zero where it cannot."""
-        load = RateLoad(self.problem, rate)
-        able = load.able()
-        return PriceBounds(load).promise(able) if able else -1.0
+        demand = RateDemand(self.problem, rate)
+        able = demand.able()
+        return PriceBounds(demand).promise(able) if able else -1.0
 
     def _ceiling(self, rate: float) -> float:
         """Return a rate that no plan exceeds, judged by the prices at ``rate``."""
-        load = RateLoad(self.problem, rate)
-        return rate * (1 + max(0.0, PriceBounds(load).promise(load.able())))
+        demand = RateDemand(self.problem, rate)
+        return rate * (1 + max(0.0, PriceBounds(demand).promise(demand.able())))
 
     def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
         """Return a point that reaches ``rate`` or more. ``None`` means that there is provably none or, if not
@@ -173,7 +173,7 @@ class _Search:
         Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
         times faster than to look for the best."""
         left = []
-        for plan, program in islice(self._promising(RateLoad(self.problem, rate)), most):
+        for plan, program in islice(self._promising(RateDemand(self.problem, rate)), most):
             shared = program.copy()
             objective = shared.open_share()
             shared.share_caps()
@@ -203,11 +203,11 @@ class _Search:
         reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
         return _Found(point=point, rate=reached or rate)
 
-    def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
-        """Yield each plan that may carry ``load`` (at no more than ``cost``, if one is given), the most promising
+    def _promising(self, demand: RateDemand, cost: float | None = None) -> Iterator[tuple[int, Program]]:
+        """Yield each plan that may carry ``demand`` (at no more than ``cost``, if one is given), the most promising
         first, with a programme without the replicas that the plan cannot bear."""
-        real, total, bounds = cost is not None, cost or 0.0, PriceBounds(load)
-        able = [p for p in load.able() if load.rate < self.missed[p]]
+        real, total, bounds = cost is not None, cost or 0.0, PriceBounds(demand)
+        able = [p for p in demand.able() if demand.rate < self.missed[p]]
         room = np.full(len(self.missed), -np.inf)
         if able:
             room[able] = bounds.room(bounds.prices(able, real=real), total)[able]
@@ -215,7 +215,7 @@ class _Search:
         while room.max() >= -_EXACT:
             best = int(np.argmax(room))
             if best in most:
-                yield best, Program(load, [best], most=most[best])
+                yield best, Program(demand, [best], most=most[best])
                 room[best] = -np.inf
             else:
                 prices = bounds.prices([best], real=real)
@@ -229,9 +229,9 @@ class _Search:
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
             raise PlanError(f"the least cost needs a price: write price_per_hour for {', '.join(missing)}")
-        load = RateLoad(self.problem, target)
-        point, least = None, float(load.stock @ load.costs)
-        while (cheaper := self._below(load, least, exact=True)) is not None:
+        demand = RateDemand(self.problem, target)
+        point, least = None, float(demand.stock @ demand.costs)
+        while (cheaper := self._below(demand, least, exact=True)) is not None:
             point, least = cheaper, cheaper.objective * (1 - self.gap)
         if point is None:
             return None
@@ -242,13 +242,13 @@ class _Search:
         """Choose the least cost at (almost) the rate found, then the fewest kinds of replica at that cost."""
         target = self.problem.target_steps_per_s
         floor = found.rate * (1 - self.spare) if target is None else target
-        load, point = RateLoad(self.problem, floor), found.point
+        demand, point = RateDemand(self.problem, floor), found.point
         try:
             if target is None:
-                least = load.cost(point.y, point.plan)
-                while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
+                least = demand.cost(point.y, point.plan)
+                while (cheaper := self._below(demand, least * (1 - self.gap), exact=False)) is not None:
                     point, least = cheaper, cheaper.objective
-            point = self._fewest_kinds(load, point)
+            point = self._fewest_kinds(demand, point)
         except OutOfTime:
             pass
         rate = rate_reached(self.problem, point.y, point.plan, known=floor)
@@ -259,11 +259,11 @@ class _Search:
         bound = max(found.bound, rate)
         return replace(found, point=point, rate=rate, bound=bound, gap=bound / rate - 1)
 
-    def _below(self, load: RateLoad, cost: float, *, exact: bool) -> ProgramPoint | None:
-        """Return a point that carries ``load`` and costs no more than ``cost``; its objective is its cost. If not
+    def _below(self, demand: RateDemand, cost: float, *, exact: bool) -> ProgramPoint | None:
+        """Return a point that carries ``demand`` and costs no more than ``cost``; its objective is its cost. If not
         ``exact``, return only one that rounding finds."""
-        for _, program in self._promising(load, cost):
-            costs = program.cost_row(load.costs)
+        for _, program in self._promising(demand, cost):
+            costs = program.cost_row(demand.costs)
             program.limit(costs, cost)
             shared = program.copy()
             shared.share_caps()
@@ -278,16 +278,16 @@ class _Search:
                 return point
         return None
 
-    def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
+    def _fewest_kinds(self, demand: RateDemand, point: ProgramPoint) -> ProgramPoint:
         """Return a point at the same cost with the fewest of the kinds of replica that are in use: with the same
         trainer or, where that saves more kinds, with any other."""
-        best, cost = point, load.cost(point.y, point.plan) * (1 + 1e-6)
-        listed = [plan for plan in load.able() if load.rate < self.missed[plan]]
+        best, cost = point, demand.cost(point.y, point.plan) * (1 + 1e-6)
+        listed = [plan for plan in demand.able() if demand.rate < self.missed[plan]]
         for plans in ([point.plan], listed):
             if np.count_nonzero(best.y) < 2 or not plans:
                 break
-            program = Program(load, plans, most=np.where(point.y, np.inf, 0.0))
-            program.limit(program.cost_row(load.costs), cost)
+            program = Program(demand, plans, most=np.where(point.y, np.inf, 0.0))
+            program.limit(program.cost_row(demand.costs), cost)
             fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
             if fewer is not None and np.count_nonzero(fewer.y) < np.count_nonzero(best.y):
                 best = fewer

@@ -21,7 +21,7 @@ from rollover.planner.optimum import GAP, may_reach, solve
 from rollover.planner.placement import Pipeline, Placement, costed_on_links, place
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec, fleet_problem, supplies, with_networks
-from rollover.planner.rate_load import RateLoad
+from rollover.planner.rate_demand import RateDemand
 from rollover.planner.records import Fleet, Node, Problem, Solution
 from rollover.planner.topology import Topology
 
@@ -256,9 +256,9 @@ def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape)
     if first is None:
         return None
     named = {d.name: replace(d, network=d.link) if d.name in problem.inside else d for d in devices}
-    load = RateLoad(problem, first.steps_per_s * (1 - GAP))
+    demand = RateDemand(problem, first.steps_per_s * (1 - GAP))
     kinds: list[ReplicaKind] = []
-    for kind in [problem.replica_kinds[c] for c in (*first.active, *_promising(load))]:
+    for kind in [problem.replica_kinds[c] for c in (*first.active, *_promising(demand))]:
         kinds += [*finer(kind, named[kind.device], model, problem.workload), kind]
     near = replace(problem, replica_kinds=tuple({kind.key: kind for kind in kinds}.values()))
     second = solve(near)
@@ -268,16 +268,16 @@ def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape)
     return near, replace(second, bound_steps_per_s=proved.bound_steps_per_s, gap=proved.gap, solve_s=solve_s)
 
 
-def _promising(load: RateLoad) -> Iterator[int]:
-    """Yield, for each shape of replica, the kind that carries the load with the fewest devices, if no other shape needs
-    far fewer devices of its type, or if it fits beside the one that needs the fewest."""
-    in_time = load.in_time(range(len(load.busy)))
-    needs = np.where(in_time, load.sizes * load.time, np.inf)
-    for of_its_type in load.of_type:
+def _promising(demand: RateDemand) -> Iterator[int]:
+    """Yield, for each shape of replica, the kind that meets the demand with the fewest devices, if no other shape needs
+    far fewer devices of its type, or if it fits beside the shape that needs the fewest."""
+    in_time = demand.in_time(range(len(demand.busy)))
+    needs = np.where(in_time, demand.sizes * demand.time, np.inf)
+    for of_its_type in demand.of_type:
         best = int(np.argmin(np.where(of_its_type, needs, np.inf)))
-        for shape in load.shapes:
+        for shape in demand.shapes:
             c = min(shape, key=lambda c: needs[c])
-            small = load.sizes[c] < load.sizes[best]
+            small = demand.sizes[c] < demand.sizes[best]
             if of_its_type[c] and in_time[c] and (small or needs[c] <= _PROMISING * needs[best]):
                 yield c
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import LinearConstraint
 
 from rollover.planner.milp import minimum
-from rollover.planner.rate_load import Floats, RateLoad
+from rollover.planner.rate_demand import Floats, RateDemand
 
 _MOST = 1e5
 """Highest price next to real costs, for work that no price can pay for. Limits are scaled to 1."""
@@ -41,39 +41,39 @@ class ShadowPrices:
 class PriceBounds:
     """Bounds on plans at one rate: what they must pay at given shadow prices, and what they can."""
 
-    def __init__(self, load: RateLoad) -> None:
-        problem = load.problem
-        self.load = load
-        self.unit = float(load.stock @ load.costs)
+    def __init__(self, demand: RateDemand) -> None:
+        problem = demand.problem
+        self.demand = demand
+        self.unit = float(demand.stock @ demand.costs)
         """Unit of real costs: the cost of the whole fleet."""
         budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
-        spent = np.nan_to_num(load.prices) / budget
+        spent = np.nan_to_num(demand.prices) / budget
         bound = problem.max_staleness + 1
-        blocks = np.ones((len(load.busy), len(load.scarce)))  # those of a trainer are not counted
-        left = (load.stock - load.training) / load.stock
-        has = np.column_stack([left, blocks, 1 - load.training @ spent, 1 - load.busy / bound])
+        blocks = np.ones((len(demand.busy), len(demand.scarce)))  # those of a trainer are not counted
+        left = (demand.stock - demand.training) / demand.stock
+        has = np.column_stack([left, blocks, 1 - demand.training @ spent, 1 - demand.busy / bound])
         self.has = np.where(np.abs(has) < _ROUNDING, 0.0, has)
         """(P, G + S + 2): at least what each plan leaves of the limits."""
-        whole, scarce = load.sizes[:, None] * load.of_type.T, np.array([count for *_, count in load.scarce])
-        self.uses = np.column_stack([whole / load.stock, load.in_blocks.T / scarce, whole @ spent])
+        whole, scarce = demand.sizes[:, None] * demand.of_type.T, np.array([count for *_, count in demand.scarce])
+        self.uses = np.column_stack([whole / demand.stock, demand.in_blocks.T / scarce, whole @ spent])
         """(C, G + S + 1): of a replica."""
-        self.waiting = load.waiting / bound
-        self.cost = load.sizes * (load.of_type.T @ load.costs) / self.unit
+        self.waiting = demand.waiting / bound
+        self.cost = demand.sizes * (demand.of_type.T @ demand.costs) / self.unit
         """(C,): of a replica."""
-        self.training = load.training @ load.costs / self.unit
+        self.training = demand.training @ demand.costs / self.unit
         """(P,)"""
 
     def prices(self, plans: Sequence[int], *, real: bool = False) -> ShadowPrices:
         """Return the prices that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
         Variables: a price for every limit, the worth of all samples, and the means of the richest plan."""
         limits = self.has.shape[1]
-        c = np.flatnonzero(self.load.in_time(plans))
+        c = np.flatnonzero(self.demand.in_time(plans))
         if not len(c):  # at any prices above zero they must pay without end
             return ShadowPrices(limits=np.ones(limits), real=float(real))
         ones = self._worth(ShadowPrices(limits=np.ones(limits), real=0.0))
         unit = 1.0 if real else float(ones[c].min())  # prices are about 1
         means = np.column_stack([self.has[list(plans)], np.zeros(len(plans)), -np.ones(len(plans))])
-        time, waiting = self.load.time[c, None] / unit, self.waiting[c] / unit
+        time, waiting = self.demand.time[c, None] / unit, self.waiting[c] / unit
         # Samples are worth no more than any kind can make them for.
         made = np.column_stack([-time * self.uses[c], -waiting, np.ones(len(c)), np.zeros(len(c))])
         highest = np.r_[self.training[list(plans)], time[:, 0] * self.cost[c]] * real
@@ -90,34 +90,34 @@ class PriceBounds:
 
     def room(self, prices: ShadowPrices, cost: float = 0.0) -> Floats:
         """Return (P,): how much more each plan could pay than it must, with ``real`` costs up to a total of ``cost``;
-        below zero if it cannot carry the load."""
+        below zero if it cannot carry the demand."""
         return self.has @ prices.limits - self._must(prices) + prices.real * (cost / self.unit - self.training)
 
     def promise(self, plans: Sequence[int]) -> float:
-        """Return how much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
+        """Return how much more than the demand the best of ``plans`` might meet, relative; below zero if none can."""
         return float(self.beyond(self.prices(plans))[list(plans)].max())
 
     def beyond(self, prices: ShadowPrices) -> Floats:
-        """Return (P,): how much more than the load each plan might carry, relative: no prices promise too little. It is
-        infinite where a load costs nothing, as on a type without a price that only a quicker trainer leaves in time."""
+        """Return (P,): how much more than the demand each plan might meet, relative: no prices promise too little. It
+        is infinite if a demand costs nothing, as on an unpriced type that only a quicker trainer leaves in time."""
         must, can = self._must(prices), self.has @ prices.limits
         return np.divide(can, must, out=np.full(len(must), np.inf), where=must > 0) - 1
 
     def most(self, prices: ShadowPrices, plan: int, room: float) -> Floats:
         """Return (C,): the number of replicas of each kind that ``plan`` can pay for with ``room``: those of a poor
         kind cost more than they make."""
-        usable = self.load.in_time([plan])
+        usable = self.demand.in_time([plan])
         made = np.where(usable, self._worth(prices), np.inf).min() - self.waiting * prices.limits[-1]
-        earns = np.where(usable, np.maximum(made / self.load.time, 0.0), 0.0)
+        earns = np.where(usable, np.maximum(made / self.demand.time, 0.0), 0.0)
         loss = self._charge(prices) - earns
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
     def _must(self, prices: ShadowPrices) -> Floats:
         """Return (P,): the cost of all samples on the kinds that are in time beside each plan."""
-        load = self.load
-        worth, order = np.where(load.usable, self._worth(prices), np.inf), np.argsort(load.longest, kind="stable")
+        demand = self.demand
+        worth, order = np.where(demand.usable, self._worth(prices), np.inf), np.argsort(demand.longest, kind="stable")
         least = np.r_[np.inf, np.minimum.accumulate(worth[order])]
-        must: Floats = least[np.searchsorted(load.longest[order], load.left_s(load.busy), side="right")]
+        must: Floats = least[np.searchsorted(demand.longest[order], demand.left_s(demand.busy), side="right")]
         return must
 
     def _charge(self, prices: ShadowPrices) -> Floats:
@@ -126,4 +126,4 @@ class PriceBounds:
 
     def _worth(self, prices: ShadowPrices) -> Floats:
         """Return (C,): the cost of decoding all samples on a kind."""
-        return self.load.time * self._charge(prices) + self.waiting * prices.limits[-1]
+        return self.demand.time * self._charge(prices) + self.waiting * prices.limits[-1]

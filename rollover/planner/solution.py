@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from rollover.planner.milp import Program, ProgramPoint
-from rollover.planner.rate_load import Floats, RateLoad
+from rollover.planner.rate_demand import Floats, RateDemand
 from rollover.planner.records import Binding, Problem, Solution
 
 TOLERANCE = 1e-3
@@ -47,10 +47,10 @@ def rate_reached(
     counts = replicas[active]
 
     def late(rate: float) -> float:
-        return 0.0 if RateLoad(alone, rate).in_time([0]).any() else -1.0
+        return 0.0 if RateDemand(alone, rate).in_time([0]).any() else -1.0
 
     def share(rate: float) -> float:
-        program = Program(RateLoad(alone, rate), [0], most=counts)
+        program = Program(RateDemand(alone, rate), [0], most=counts)
         program.fix()
         point = program.minimise(program.open_share(0.0))
         return 0.0 if point is None else -point.objective
@@ -92,8 +92,8 @@ def highest(surplus: Callable[[float], float], top: float, *, known: float, accu
 
 def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bound: float, gap: float) -> Solution:
     """Return the solution of these whole numbers at ``rate``, with the samples that keep staleness lowest."""
-    load = RateLoad(problem, rate)
-    program = Program(load, [plan], most=replicas)
+    demand = RateDemand(problem, rate)
+    program = Program(demand, [plan], most=replicas)
     program.fix()
     reached = program.copy()
     most = reached.minimise(reached.open_share(0.0))
@@ -107,27 +107,27 @@ def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bou
     return Solution(
         plan=problem.plans[plan],
         replicas=tuple(int(y) for y in replicas),
-        rates=tuple((point.x * load.samples_per_s).tolist()),
+        rates=tuple((point.x * demand.samples_per_s).tolist()),
         steps_per_s=rate,
         bound_steps_per_s=bound,
-        cost_per_hour=None if None in prices else float(_used(load, replicas, plan) @ load.prices),
+        cost_per_hour=None if None in prices else float(_used(demand, replicas, plan) @ demand.prices),
         staleness_needed=_staleness_needed(problem, replicas, plan, rate * (1 - TOLERANCE)),
-        bindings=_bindings(load, replicas, point),
+        bindings=_bindings(demand, replicas, point),
         gap=gap,
         solve_s=0.0,
     )
 
 
-def _used(load: RateLoad, replicas: Floats, plan: int) -> Floats:
+def _used(demand: RateDemand, replicas: Floats, plan: int) -> Floats:
     """Return (G,): the number of devices of each type in use."""
-    return load.of_type @ (load.sizes * replicas) + load.training[plan]
+    return demand.of_type @ (demand.sizes * replicas) + demand.training[plan]
 
 
 def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float) -> int:
     """Return the least bound under which these replicas and this trainer keep ``rate``."""
     for least in (0, 1):
         bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
-        program = Program(RateLoad(bound, rate), [plan], most=replicas, unbounded=True)
+        program = Program(RateDemand(bound, rate), [plan], most=replicas, unbounded=True)
         program.fix()
         point = program.minimise(program.staleness_row())
         if point is not None and (least or point.objective <= 1 + 1e-6):
@@ -135,9 +135,9 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
     return problem.max_staleness
 
 
-def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Binding, ...]:
+def _bindings(demand: RateDemand, replicas: Floats, point: ProgramPoint) -> tuple[Binding, ...]:
     """Return the limits without slack, in the order of the rows."""
-    problem, bound, busy = load.problem, load.problem.max_staleness, float(load.busy[point.plan])
+    problem, bound, busy = demand.problem, demand.problem.max_staleness, float(demand.busy[point.plan])
     found = []
 
     def note(row: Any, subject: str, slack: float) -> None:
@@ -147,18 +147,18 @@ def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Bi
     for c in np.flatnonzero(replicas):
         kind = problem.replica_kinds[c]
         name = f"{kind.device} tp {kind.tp} pp {kind.pp} batch {kind.batch_cap}"
-        note("replicas", name, 1 - float(load.time[c] * point.x[c]) / replicas[c])
+        note("replicas", name, 1 - float(demand.time[c] * point.x[c]) / replicas[c])
         if problem.workload.held_s:
-            note("cache", name, 1 - float(load.cache[c] * point.x[c]) / replicas[c])
+            note("cache", name, 1 - float(demand.cache[c] * point.x[c]) / replicas[c])
     note("trainer", "", 1 - busy)
-    used = _used(load, replicas, point.plan)
+    used = _used(demand, replicas, point.plan)
     for supply, count in zip(problem.supplies, used, strict=True):
         note("stock", supply.device, 1 - count / supply.count)
     if problem.budget_per_hour is not None:
-        note("budget", "", 1 - float(used @ load.prices) / problem.budget_per_hour)
-    note("staleness", "", 1 - (float((load.waiting * point.x).sum()) + busy) / (bound + 1))
+        note("budget", "", 1 - float(used @ demand.prices) / problem.budget_per_hour)
+    note("staleness", "", 1 - (float((demand.waiting * point.x).sum()) + busy) / (bound + 1))
     if problem.tail != "none":
-        late = float((load.longest + busy)[point.x > 1e-9].max())
+        late = float((demand.longest + busy)[point.x > 1e-9].max())
         limit = bound + (problem.tail == "soft")
         note("tail", "", 1 - late / limit if limit else 0.0)
     return tuple(found)

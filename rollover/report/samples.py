@@ -17,7 +17,7 @@ from rollover.batch import Batch
 from rollover.errors import RunError, printable, require
 from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
-from rollover.hf.tokenizer import load_tokenizer
+from rollover.hf.tokenizer import open_tokenizer
 from rollover.privacy import HIDDEN
 from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
@@ -189,7 +189,7 @@ def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
     own = [folder for name in ("model", "model-untrained") if (folder := run_dir / name).is_dir()]
     if not own and not (named := config.get("model", {}).get("path")):
         raise RunError(f"{run_dir} has no model of its own and its config names none, whose tokenizer reads responses")
-    return load_tokenizer(own[0] if own else resolve_model(named, weights=False))
+    return open_tokenizer(own[0] if own else resolve_model(named, weights=False))
 
 
 def response_pieces(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> list[str]:

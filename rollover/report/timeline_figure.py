@@ -174,7 +174,7 @@ def _active(active: Sequence[tuple[float, int]], origin_s: float) -> dict[str, A
 
 
 def training_bands(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    """Draw bands from the batch's consumption to the publication of the weights it made."""
+    """Draw bands from the batch's consumption to the moment at which the weights it made are published."""
     published = {p.policy_version: p.time_s for p in timeline.publishes}
     bands = []
     for step in timeline.steps:

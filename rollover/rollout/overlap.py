@@ -113,8 +113,8 @@ class _Phases:
         waits_P = m * self._carried_P + batch_P * self._tokens_P
         found = []
         for g in range(most_untrained + 1):
-            period, num_earlier, publications = _timed(list(collected), float(times[-1]), g, machine.training)
-            phases = [float(np.interp(at, times, self._grid)) for at in publications if at < times[-1]]
+            period, num_earlier, published = _timed(list(collected), float(times[-1]), g, machine.training)
+            phases = [float(np.interp(at, times, self._grid)) for at in published if at < times[-1]]
             younger_P = sum((self._after(phase) for phase in phases), np.zeros(num_groups))
             ages = np.bincount(batch_P, weights=waits_P + num_earlier * self._tokens_P - younger_P, minlength=m)
             found.append(
@@ -154,10 +154,10 @@ def _timed(
     """
     earlier: list[float] = []
     for _ in range(_ROUNDS_TO_SETTLE):
-        publications = list(earlier)
+        published = list(earlier)
         for at in collected:
-            publications.append(max([at, *publications[-1:]]) + training)
-        gate = publications[-1 - num_untrained] if len(publications) > num_untrained else 0.0
+            published.append(max([at, *published[-1:]]) + training)
+        gate = published[-1 - num_untrained] if len(published) > num_untrained else 0.0
         period = max(round_s, gate)
-        num_earlier, earlier = len(earlier), [at - period for at in publications if at > period]
-    return period, num_earlier, publications
+        num_earlier, earlier = len(earlier), [at - period for at in published if at > period]
+    return period, num_earlier, published

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rollover.errors import ConfigError, missing_extra, require
 from rollover.run import directory, jobs
+from rollover.run.building import build_config
 from rollover.run.config import RunConfig
-from rollover.run.loading import load
 
 
 def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Path:
@@ -30,7 +30,7 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
     require("torch", purpose="rollover.train")
     if isinstance(config, RunConfig) and overrides:
         raise ConfigError("overrides are for a file or an experiment: change a RunConfig with dataclasses.replace")
-    made = config if isinstance(config, RunConfig) else load(config, overrides)
+    made = config if isinstance(config, RunConfig) else build_config(config, overrides)
     name = "run" if isinstance(config, RunConfig) else Path(config).stem
     path = directory.default_path(name) if run_dir is None else Path(run_dir)
     with directory.create(made, path) as run:

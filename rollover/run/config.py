@@ -52,7 +52,7 @@ class RunConfig:
     """The settings of a whole run.
 
     Examples:
-        >>> config = load("quickstart")
+        >>> config = build_config("quickstart")
         >>> config.algorithm.name, config.rollout.strategy.kind, config.engine.kind
         ('grpo', 'april', 'embedded')
     """

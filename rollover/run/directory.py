@@ -40,8 +40,8 @@ from rollover.privacy import make_private, redacted_command
 from rollover.report.record import read_config
 from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run import layout
+from rollover.run.building import restore
 from rollover.run.config import RunConfig
-from rollover.run.loading import restore
 from rollover.settings.plain import resolved
 from rollover.settings.shape import on_resume, types_at
 from rollover.settings.toml import KeyPath, dotted

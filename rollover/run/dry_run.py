@@ -109,7 +109,7 @@ def _variants(config: RunConfig) -> Iterator[str]:
 
 def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.hf.hub import resolve_model
-    from rollover.hf.tokenizer import load_tokenizer
+    from rollover.hf.tokenizer import open_tokenizer
     from rollover.tasks.episodes import demonstrations
     from rollover.tasks.open import check_source, held_out_texts, response_ends
     from rollover.tasks.prompt_source import RowSource, examples
@@ -121,7 +121,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
         tokenizer, tasks = build_tokenizer([]), replace(tasks, max_prompt_tokens=10**6)
     else:
         folder = resolve_model(config.model.path, weights=False)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = open_tokenizer(folder)
     measured = partial(check_source, seed=tasks.eval_seed, num_prompts=config.eval.num_prompts)
     evaluation = [(source, measured(source, tasks, tokenizer)) for source in tasks.eval]
     held_out = held_out_texts(tasks, [found[0] for _, found in evaluation if found and isinstance(found[0], RowSource)])

@@ -20,9 +20,9 @@ from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
+from rollover.run.building import variant
 from rollover.run.config import RunConfig, check_context, check_model_context
 from rollover.run.directory import RunDir
-from rollover.run.loading import variant
 from rollover.run.sections import WarmupConfig
 from rollover.run.signals import Stopped
 from rollover.settings.plain import resolved
@@ -172,7 +172,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import RewardScorer
-    from rollover.hf.tokenizer import load_tokenizer
+    from rollover.hf.tokenizer import open_tokenizer
     from rollover.run.engine import open_engine_of
     from rollover.run.evaluation import Evaluator
     from rollover.run.prepare import initial_policy
@@ -185,7 +185,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         )
     folder = initial_policy(config, run.model, progress, metrics)
     check_model_context(config, folder, ("eval",))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:
         engine = (await open_engine_of(config, run, folder, lambda text: None)).engine

@@ -19,9 +19,8 @@ from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.plan import Plan
+from rollover.run.building import SettingsLayer, build_config, replaced, written_kind
 from rollover.run.config import RunConfig
-from rollover.run.loading import SettingsLayer, replaced, written_kind
-from rollover.run.loading import load as load_config
 from rollover.settings.toml import literal
 
 _SIZES = {"vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"), "sglang": ("--tp-size", "--pp-size")}
@@ -87,7 +86,7 @@ def launched_config(
             f"{config}: engine.kind is {kind!r}, and a plan is run with servers: choose 'vllm', 'sglang' or"
             " 'embedded_server'"
         )
-    asked = load_config(config, overrides, SettingsLayer(name=name, settings=plan_settings(plan, "", 0)))
+    asked = build_config(config, overrides, SettingsLayer(name=name, settings=plan_settings(plan, "", 0)))
     if resolve(asked.algorithm).needs_ref and asked.trainer.lora is None and not plan.workload.reference_model:
         raise ConfigError(
             f"{config}: algorithm {asked.algorithm.name!r} needs a reference policy (kl_coef), for which the plan has"
@@ -95,7 +94,7 @@ def launched_config(
         )
     layer = SettingsLayer(name=name, settings=plan_settings(plan, kind, asked.tasks.max_prompt_tokens))
     notes = (_replacement(key, old, new) for key, old, new in replaced(config, overrides, layer))
-    return load_config(config, overrides, layer), tuple(notes)
+    return build_config(config, overrides, layer), tuple(notes)
 
 
 def _replacement(key: str, old: Any, new: Any) -> str:

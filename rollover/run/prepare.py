@@ -14,7 +14,7 @@ from typing import Any
 
 from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
-from rollover.hf.tokenizer import load_tokenizer
+from rollover.hf.tokenizer import open_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
@@ -50,7 +50,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         if "warning:" in line:
             progress.message(line)
     if config.model.scratch is None:
-        load_tokenizer(base)
+        open_tokenizer(base)
     if config.model.scratch is None and config.sft is None:
         return base
     if not (folder / "config.json").is_file():
@@ -112,7 +112,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     warmup = config.sft
     assert warmup is not None
-    tokenizer = load_tokenizer(base)
+    tokenizer = open_tokenizer(base)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
     tasks = replace(config.tasks, train=config.warmup_sources)

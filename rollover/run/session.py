@@ -19,7 +19,7 @@ from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.scorer import RewardScorer
-from rollover.hf.tokenizer import load_tokenizer
+from rollover.hf.tokenizer import open_tokenizer
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -174,7 +174,7 @@ async def _open_parts(
     needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
     check_model(run, folder, needs_weights=checkpoint is None or needs_base)
     check_model_context(config, folder)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     stops = response_ends(folder, tokenizer, config.tasks)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
@@ -248,7 +248,7 @@ def _sample_rows(config: RunConfig, parts: _Parts, batch: Batch) -> list[list[An
 def _weight_sync(
     config: RunConfig, parts: _Parts, driver: RolloutDriver, meter: StepMeter, observe: Observer
 ) -> WeightSync:
-    engine, timeout_s = parts.engine, config.engine.publication_timeout_s
+    engine, timeout_s = parts.engine, config.engine.publish_timeout_s
     return WeightSync(
         trainer=parts.trainer,
         publisher=Publisher(engine.weights, folders=engine.folders, timeout_s=timeout_s),

@@ -41,7 +41,7 @@ class WeightSync:
     notify: Callable[[Notice], None]
     """Called with what was dropped along with an engine."""
     measured: Callable[[str, float], None]
-    """Called with the metrics of a publication: ``weights/bytes`` that each engine is given, before a swarm compresses
+    """Called with the metrics of ``publish``: ``weights/bytes`` that each engine is given, before a swarm compresses
     them; ``weights/stage_s`` until they are ready, and ``weights/load_s`` that engines take to load them."""
 
     async def make_room(self) -> None:

@@ -31,22 +31,22 @@ class ReplicaPool:
         before = self._parked_on.pop(sample_id, None)
         if before is not None and before.model.fast_lane == fast_lane and before.can_resume(sample_id):
             return before
-        return self._least_loaded(self._bounds_R[fast_lane])
+        return self._emptiest(self._bounds_R[fast_lane])
 
-    def _least_loaded(self, bounds_R: NDArray[np.float64]) -> Replica:
-        """Return the replica with the least load, the first of several. Loads grow unheard of: the least bound is
-        raised until it is a load."""
+    def _emptiest(self, bounds_R: NDArray[np.float64]) -> Replica:
+        """Return the replica of the least occupancy, the first of several. Occupancies grow unheard of: the least bound
+        is raised until it is one."""
         while True:
             replica = self.replicas[place := int(bounds_R.argmin())]
-            if replica.load == bounds_R[place]:
+            if replica.occupancy == bounds_R[place]:
                 return replica
-            bounds_R[place] = replica.load
+            bounds_R[place] = replica.occupancy
 
     def parked(self, sample_id: SampleId, replica: Replica) -> None:
         self._parked_on[sample_id] = replica
 
     def eased(self, replica: Replica) -> None:
-        self._bounds_R[replica.model.fast_lane][replica.index] = replica.load
+        self._bounds_R[replica.model.fast_lane][replica.index] = replica.occupancy
 
     def advance(self, now_s: float) -> None:
         for replica in self.replicas:

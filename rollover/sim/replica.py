@@ -151,7 +151,7 @@ class Replica:
     # -- calls -----------------------------------------------------------------------------------------------
 
     @property
-    def load(self) -> float:
+    def occupancy(self) -> float:
         return len(self.calls) / self._capacity
 
     def can_resume(self, sample_id: SampleId) -> bool:

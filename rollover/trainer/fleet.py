@@ -136,12 +136,12 @@ class FleetTrainer:
         """Implement ``Trainer.weight_source``. Each rank writes the tensors that it owns, since none has all of them.
         Blocks until they have, and until the files are in shared memory here."""
 
-        def publish(ranks: LedRanks) -> Path:
-            doing = f"the publication of version {self._version}"
-            return self._staging.publication(self._version, lambda folder: ranks.ask(doing, "publish", folder=folder))
+        def write(ranks: LedRanks) -> Path:
+            doing = f"writing version {self._version}"
+            return self._staging.filled(self._version, lambda folder: ranks.ask(doing, "write", folder=folder))
 
         with self._turn:
-            folder = self._surely(publish)
+            folder = self._surely(write)
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return AdapterSource.read(self._version, folder)
         return _StagedWeights(self._version, folder)

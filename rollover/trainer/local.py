@@ -233,9 +233,9 @@ class LocalTrainer:
         self._world.tick()
         self._policy.write_state(folder, self._optimizer)
 
-    def publish_share(self, folder: Path) -> None:
+    def write_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights that engines serve."""
-        self._policy.publish_share(folder)
+        self._policy.write_weights(folder)
 
     def rest(self) -> None:
         """Implement ``Trainer.rest``."""

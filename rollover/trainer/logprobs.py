@@ -109,7 +109,7 @@ class _Given(nn.Module):
 def response_logprobs(
     model: Any, row: PackedRow, temperature: float, *, autocast: bool = False, measured_2T: Tensor | None = None
 ) -> Tensor:
-    """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
+    """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``open_model``), with gradient
     unless it is switched off. The head runs only on the ``T`` predicting positions, in bounded memory. ``autocast``
     runs matrix products in bfloat16. If ``measured_2T`` of the batch is given, what ``head_measures`` returns for every
     ``ENTROPY_STRIDE``-th of its tokens is written into it, by the rank that has the token's position."""

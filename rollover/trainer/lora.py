@@ -27,8 +27,8 @@ from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_sta
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.hub_names import hub_weights, named_tensors
-from rollover.trainer.models import load_policy, save_weights
-from rollover.trainer.shares import publish_share
+from rollover.trainer.models import open_model, save_weights
+from rollover.trainer.shares import write_weights
 from rollover.trainer.world import ALONE
 from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
@@ -61,7 +61,7 @@ class LoraPolicy:
         assert config.lora is not None
         self.autocast = config.dtype == "bfloat16"
         self._publishes_adapters = config.lora.publish == "adapter"
-        model = load_policy(
+        model = open_model(
             base, dtype=base_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
         self._settings = adapter_settings(model, config.lora, base)
@@ -83,12 +83,12 @@ class LoraPolicy:
         with adapters_off(self.model):
             yield self.model
 
-    def publish_share(self, folder: Path) -> None:
+    def write_weights(self, folder: Path) -> None:
         merged = merged_weights(self.model)
         if self._publishes_adapters:
             AdapterSource(0, merged.adapters).write(folder)
             return
-        publish_share(ALONE, merged, folder)
+        write_weights(ALONE, merged, folder)
 
     def write(self, folder: Path, *, companions: Companions) -> None:
         """Write the adapters in peft's format, and the tokenizer's files beside them."""
@@ -114,7 +114,7 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
     from peft import LoraConfig as PeftConfig
 
     folder = resolve_model(base)
-    model = load_policy(folder, dtype=base_format(folder))
+    model = open_model(folder, dtype=base_format(folder))
     try:
         with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
     except (OSError, ValueError, TypeError) as error:

@@ -40,7 +40,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_policy(
+def open_model(
     name: str | Path,
     *,
     dtype: torch.dtype | None = None,

@@ -19,8 +19,8 @@ from rollover.hf.companions import Companions
 from rollover.hf.config import check_same_architecture, read_model_config
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.config import StepConfig, TrainerConfig
-from rollover.trainer.models import load_policy, named_weights, save_model
-from rollover.trainer.shares import publish_share
+from rollover.trainer.models import named_weights, open_model, save_model
+from rollover.trainer.shares import write_weights
 from rollover.trainer.world import ALONE, World
 from rollover.weights.adapters import holds_adapters
 from rollover.weights.base import WeightSource
@@ -61,7 +61,7 @@ class Policy(Protocol):
         """Write the trained parameters into a checkpoint's folder."""
         ...
 
-    def publish_share(self, folder: Path) -> None:
+    def write_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights that engines serve: all of them if the model is not sharded."""
         ...
 
@@ -89,8 +89,8 @@ class FullPolicy:
         self, config: StepConfig, folder: Path, *, initial: Path, needs_ref: bool, device: torch.device
     ) -> None:
         self.autocast = config.dtype == "bfloat16"
-        self.model = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
-        self._ref_model = load_policy(initial, device=device).requires_grad_(False) if needs_ref else None
+        self.model = open_model(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
+        self._ref_model = open_model(initial, device=device).requires_grad_(False) if needs_ref else None
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self.model)
@@ -105,8 +105,8 @@ class FullPolicy:
     def write(self, folder: Path, *, companions: Companions) -> None:
         save_model(self.model, folder, companions=companions)
 
-    def publish_share(self, folder: Path) -> None:
-        publish_share(ALONE, self.weights(), folder)
+    def write_weights(self, folder: Path) -> None:
+        write_weights(ALONE, self.weights(), folder)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_state(folder, self.model, optimizer)

@@ -67,7 +67,7 @@ class _Rank:
             "step": self._step,
             "skip": self._skip,
             "logits": self._logits,
-            "publish": self._publish,
+            "write": self._trainer.write_weights,
             "send": self._send,
             "save": self._save,
             "rest": self._trainer.rest,
@@ -91,10 +91,6 @@ class _Rank:
         logits_PV = self._trainer.next_logits(_unpickled(prompts))
         if self._world.rank == 0:
             np.save(folder / LOGITS, logits_PV)
-
-    def _publish(self, folder: Path) -> None:
-        """Write this rank's share of the weights that engines serve."""
-        self._trainer.publish_share(folder)
 
     def _send(self, do: str, what: Any = None) -> Any:
         """Perform this rank's part of sending weights to servers; ``do`` is a method of ``RankSender``."""

@@ -42,7 +42,7 @@ from rollover.trainer.hub_names import hub_parts, hub_weights, named_tensors
 from rollover.trainer.logprobs import OneForward
 from rollover.trainer.models import recompute_layers
 from rollover.trainer.moments import read_moments, write_moments
-from rollover.trainer.shares import fill_joined, fill_rows, publish_share, take_rows
+from rollover.trainer.shares import fill_joined, fill_rows, take_rows, write_weights
 from rollover.trainer.world import World
 from rollover.weights.base import WeightSource
 
@@ -62,9 +62,9 @@ class ShardedPolicy:
 
     def __init__(self, config: StepConfig, folder: Path, *, initial: Path, needs_ref: bool, world: World) -> None:
         self._world = world
-        load = partial(load_sharded, config=config, world=world, precision=_precision(config))
-        self.model = load(folder)
-        self._ref_model = load(initial).requires_grad_(False) if needs_ref else None
+        opened = partial(open_sharded, config=config, world=world, precision=_precision(config))
+        self.model = opened(folder)
+        self._ref_model = opened(initial).requires_grad_(False) if needs_ref else None
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights by their names on the hub, sharded if they have the same name in the model."""
@@ -84,7 +84,7 @@ class ShardedPolicy:
             write_companions(without_own_files(companions), folder)
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
-        self.publish_share(folder)
+        self.write_weights(folder)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_moments(self._world, folder, self.model.hf, optimizer)
@@ -92,8 +92,8 @@ class ShardedPolicy:
     def read_state(self, folder: Path, optimizer: AdamW) -> None:
         read_moments(self._world, folder, self.model.hf, optimizer)
 
-    def publish_share(self, folder: Path) -> None:
-        publish_share(self._world, self.weights(), folder)
+    def write_weights(self, folder: Path) -> None:
+        write_weights(self._world, self.weights(), folder)
 
 
 def _precision(config: StepConfig) -> MixedPrecisionPolicy:
@@ -119,7 +119,7 @@ def sharded_tensors(model: OneForward) -> dict[str, Tensor]:
     return named_tensors(model.hf)
 
 
-def load_sharded(
+def open_sharded(
     folder: Path,
     config: StepConfig,
     world: World,
@@ -128,7 +128,7 @@ def load_sharded(
     precision: MixedPrecisionPolicy | None = None,
     adapt: Callable[[Any], Mapping[str, Tensor]] = lambda hf: {},
 ) -> OneForward:
-    """Load the model in ``folder``, with each rank reading its own rows; see ``models.load_policy``.
+    """Open the model in ``folder``, with each rank reading its own rows; see ``models.open_model``.
 
     Args:
         dtype: the number format in which weights are held.

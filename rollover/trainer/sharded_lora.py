@@ -31,8 +31,8 @@ from rollover.trainer.lora import (
     with_adapters,
 )
 from rollover.trainer.moments import read_moments, trained_parameters, write_moments
-from rollover.trainer.sharded import load_sharded
-from rollover.trainer.shares import own_tensors, publish_share
+from rollover.trainer.sharded import open_sharded
+from rollover.trainer.shares import own_tensors, write_weights
 from rollover.trainer.world import World
 from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank
 from rollover.weights.base import WeightSource
@@ -67,7 +67,7 @@ class ShardedLoraPolicy:
             stored = read_adapters(checkpoint, {name_in_file(name): value for name, value in values.items()})
             return {name: stored[name_in_file(name)] for name in values}
 
-        self.model = load_sharded(base, config, world, dtype=base_format(base), adapt=adapt)
+        self.model = open_sharded(base, config, world, dtype=base_format(base), adapt=adapt)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the merged weights, sharded as the base is."""
@@ -90,14 +90,14 @@ class ShardedLoraPolicy:
             self._settings.save_pretrained(str(folder))
             save_file(whole, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
-    def publish_share(self, folder: Path) -> None:
+    def write_weights(self, folder: Path) -> None:
         merged = merged_weights(self.model.hf)
         if self._publishes_adapters:
-            self._publish_adapters(merged.adapters, folder)
+            self._write_adapters(merged.adapters, folder)
             return
-        publish_share(self._world, merged, folder)
+        write_weights(self._world, merged, folder)
 
-    def _publish_adapters(self, adapters: Mapping[str, LowRank], folder: Path) -> None:
+    def _write_adapters(self, adapters: Mapping[str, LowRank], folder: Path) -> None:
         """Gather the adapters on the first rank, which writes them."""
         source = AdapterSource(0, adapters)
         tensors = dict(source.tensors())

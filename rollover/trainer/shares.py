@@ -79,7 +79,7 @@ def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[s
     return own
 
 
-def publish_share(world: World, weights: Mapping[str, Tensor], folder: Path) -> None:
+def write_weights(world: World, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write this rank's part of a model folder."""
     path = folder / part_name("model", world.rank, world.size)
     write_share(world, weights, path, owners_of(weights, world))

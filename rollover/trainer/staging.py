@@ -32,7 +32,7 @@ class Staging:
         fallback: a place on disk, in case shared memory is too small.
         on_disk: use it in any case.
 
-    Example: ``Staging(2**30, fallback=run / "staging").publication(7, write)`` is a folder into which ``write`` has put
+    Example: ``Staging(2**30, fallback=run / "staging").filled(7, write)`` is a folder into which ``write`` has put
     weights of version 7.
     """
 
@@ -44,27 +44,27 @@ class Staging:
             root.mkdir(parents=True, exist_ok=True)
         clear_left_behind(root)
         self.path, self._lock = held_folder(root)
-        self._published: dict[int, Path] = {}
+        self._filled: dict[int, Path] = {}
         self._num_folders = 0
 
     def meeting(self) -> Path:
         """Return an empty folder where new ranks can meet."""
         return self._folder("ranks")
 
-    def publication(self, version: int, write: Callable[[Path], object]) -> Path:
+    def filled(self, version: int, write: Callable[[Path], object]) -> Path:
         """Return the folder with the weights of ``version``, which ``write`` fills unless it exists already. The
         version before, which an engine may still read, stays, and older ones are deleted."""
-        if version not in self._published:
-            for old in sorted(self._published)[:-1]:
-                shutil.rmtree(self._published.pop(old), ignore_errors=True)
+        if version not in self._filled:
+            for old in sorted(self._filled)[:-1]:
+                shutil.rmtree(self._filled.pop(old), ignore_errors=True)
             folder = self._folder(f"v{version}")
             try:
                 write(folder)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            self._published[version] = folder
-        return self._published[version]
+            self._filled[version] = folder
+        return self._filled[version]
 
     def close(self) -> None:
         """Delete the folder. Does nothing when called again."""

@@ -1,5 +1,5 @@
 """Weight publishing: a version of the weights goes to an engine, which samples from the old version or from the new one
-and continues sampling whatever happens to the load, even when the publication is cancelled."""
+and continues sampling whatever happens to the load, even when publishing is cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Publisher:
 
     Args:
         folders: writes weights for a target that needs a folder; any other gets the tensors.
-        timeout_s: deadline of a publication; on expiry an ``EngineTimeout`` names the target.
+        timeout_s: deadline of ``publish``; on expiry an ``EngineTimeout`` names the target.
     """
 
     def __init__(self, target: WeightTarget, *, folders: WeightFolders | None = None, timeout_s: float = 600.0) -> None:

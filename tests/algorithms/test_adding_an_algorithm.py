@@ -99,13 +99,13 @@ from rollover.algorithms import resolve
 from rollover.algorithms.advantages import compute_advantages
 from rollover.algorithms.losses import token_losses
 from rollover.errors import ConfigError
-from rollover.run.loading import load, restore
+from rollover.run.building import build_config, restore
 from rollover.settings.plain import resolved
 from tests.algorithms.batches import f64, worked_batch
 import torch
 
 assert Path(rollover.__file__).is_relative_to(os.getcwd())
-config = load("quickstart", ["--algorithm.name", "best-of-group"])
+config = build_config("quickstart", ["--algorithm.name", "best-of-group"])
 assert restore(resolved(config), "config.json") == config
 algorithm = resolve(config.algorithm)
 rewards_B, group_B, sample_T = f64(1.0, 0.25, 0.0, -1.0), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 2, 3])
@@ -116,7 +116,7 @@ print([round(x, 6) for x in token_losses(algorithm, worked_batch()).loss_T.tolis
 for wrong in (["--rollout.group_size", "1"], ["--algorithm.advantage_eps", "1e-4"], ["--algorithm.dual_clip", "3.0"],
               ["--algorithm.objective", "uncliped"]):
     try:
-        load("quickstart", ["--algorithm.name", "best-of-group", *wrong])
+        build_config("quickstart", ["--algorithm.name", "best-of-group", *wrong])
     except ConfigError as error:
         print(error)
 """

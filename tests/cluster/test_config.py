@@ -11,8 +11,8 @@ import pytest
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.errors import ConfigError
+from rollover.run.building import build_config, restore
 from rollover.run.config import RunConfig
-from rollover.run.loading import load, restore
 from rollover.settings.plain import resolved
 from tests.speed import within
 
@@ -39,7 +39,7 @@ devices = 2
 def test_a_section_is_read_and_restored(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(SECTION)
-    config = load(file)
+    config = build_config(file)
     assert config.cluster == ClusterConfig(
         address="10.0.0.1:6379",
         trainer_resources={"h100": 1.0},
@@ -53,7 +53,7 @@ def test_a_number_of_engines_and_the_command_line_are_understood(tmp_path: Path)
     file = tmp_path / "run.toml"
     file.write_text("[model.scratch]\nmax_position = 2048\n[engine]\nkind = 'vllm'\nlaunch = true\n")
     overrides = ["--cluster.engines", "4", "--cluster.engine_resources.a10", "1"]
-    config = load(file, overrides).cluster
+    config = build_config(file, overrides).cluster
     assert config is not None and (config.num_engines, config.engine_resources) == (4, {"a10": 1.0})
 
 

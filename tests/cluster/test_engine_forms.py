@@ -12,7 +12,7 @@ from rollover.cluster.nodes import Wanted, refusal, unplaced
 from rollover.engine.servers.config import num_devices
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
-from rollover.run.loading import load
+from rollover.run.building import build_config
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_an_engine_that_cannot_be_placed_is_refused(tmp_path: Path, engine: str,
     file = tmp_path / "run.toml"
     file.write_text(f"[model]\npath = 'm'\n[cluster]\nengines = 2\n[engine]\n{engine}\n")
     with pytest.raises(ConfigError, match=message):
-        load(file)
+        build_config(file)

@@ -116,8 +116,8 @@ def test_latent_attention_caches_one_vector() -> None:
 
 def test_a_folder_and_a_file_are_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPES["qwen3"]))
-    assert model.load(tmp_path) == model.load(tmp_path / "config.json")
-    assert model.load(tmp_path).name == tmp_path.name
+    assert model.read_shape(tmp_path) == model.read_shape(tmp_path / "config.json")
+    assert model.read_shape(tmp_path).name == tmp_path.name
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_config_is_named(change: dict[str, Any], message: s
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SMALL | {"model_type": "qwen2"} | change))
     with pytest.raises(ModelError) as caught:
-        model.load(file)
+        model.read_shape(file)
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
@@ -142,9 +142,9 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"nowhere: no such folder; give a folder with a config\.json, or a hub id such as"
     ):
-        model.load("nowhere")
+        model.read_shape("nowhere")
     with pytest.raises(ModelError, match=r"has no config\.json; is it a Hugging Face model folder"):
-        model.load(tmp_path)
+        model.read_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"is not a model config: it cannot be read"):
-        model.load(tmp_path)
+        model.read_shape(tmp_path)

@@ -77,21 +77,21 @@ import rollover
 from rollover import cli
 from rollover.errors import ConfigError
 from rollover.run.dry_run import dry_run
-from rollover.run.loading import load, restore
+from rollover.run.building import build_config, restore
 from rollover.settings.plain import resolved
 from tests import runs
 
 assert Path(rollover.__file__).is_relative_to(os.getcwd())
 os.chdir("experiment")
 chosen = ["--engine.kind", "plain", "--engine.max_running", "8", "--steps", "2", "--rollout.max_new_tokens", "12"]
-config = load("run.toml", chosen)
+config = build_config("run.toml", chosen)
 assert restore(resolved(config), "config.json") == config
 lines = dry_run(config)
 print(next(line for line in lines if line.startswith("plain")))
 print(any("engines' weights" in line for line in lines))
 for wrong in (["--engine.max_running", "0"], ["--engine.kv_cache_bytes", "9"]):
     try:
-        load("run.toml", ["--engine.kind", "plain", *wrong])
+        build_config("run.toml", ["--engine.kind", "plain", *wrong])
     except ConfigError as error:
         print(error)
 assert cli.main(["train", "run.toml", *chosen, "--run-dir", "out", "--quiet"]) == 0

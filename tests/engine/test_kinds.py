@@ -21,10 +21,10 @@ NOTHING = EngineDemands(
 
 def test_a_publication_has_the_servers_deadline_or_ten_minutes() -> None:
     servers = VLLMConfig(launch=True)
-    assert servers.publication_timeout_s == servers.update_timeout_s > 600
-    assert VLLMConfig(launch=True, load_timeout_s=10.0).publication_timeout_s == servers.update_timeout_s - 290
-    assert SwarmConfig(update_timeout_s=90.0).publication_timeout_s == 90
-    assert EmbeddedConfig().publication_timeout_s == 600
+    assert servers.publish_timeout_s == servers.update_timeout_s > 600
+    assert VLLMConfig(launch=True, load_timeout_s=10.0).publish_timeout_s == servers.update_timeout_s - 290
+    assert SwarmConfig(update_timeout_s=90.0).publish_timeout_s == 90
+    assert EmbeddedConfig().publish_timeout_s == 600
     assert EmbeddedConfig().update_timeout_s is None
 
 

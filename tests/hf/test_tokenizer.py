@@ -8,7 +8,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
-from rollover.hf.tokenizer import load_tokenizer
+from rollover.hf.tokenizer import open_tokenizer
 
 
 def test_text_is_cut_as_tokenizer_json_says(tmp_path: Path) -> None:
@@ -22,5 +22,5 @@ def test_text_is_cut_as_tokenizer_json_says(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     backend.no_truncation()
     expected = backend.encode("12 345 12 345").ids
-    assert load_tokenizer(tmp_path)(["12 345 12 345"])["input_ids"] == [expected]
+    assert open_tokenizer(tmp_path)(["12 345 12 345"])["input_ids"] == [expected]
     assert AutoTokenizer.from_pretrained(tmp_path)(["12 345 12 345"])["input_ids"] != [expected], "no longer needed"

@@ -21,7 +21,7 @@ SMALL = parse(
     QWEN_7B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
     name="qwen-1.5b",
 )
-SPEC = workload.load("light-8k", num_groups=32, group_size=8)
+SPEC = workload.read_workload("light-8k", num_groups=32, group_size=8)
 
 
 def nodes(count: int, gbit_s: float) -> Fleet:
@@ -89,7 +89,9 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
 def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:
     """Three nodes of one device, between which the weights take 72 s while a step takes 7 s."""
     entry = '[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 1\ncount = 3\n'
-    spec = PlanSpec(model=SMALL, workload=workload.load("light-8k", num_groups=32, group_size=4), max_staleness=8)
+    spec = PlanSpec(
+        model=SMALL, workload=workload.read_workload("light-8k", num_groups=32, group_size=4), max_staleness=8
+    )
     slow = make_plan(fleet(f"network = {{ gbit_s = 0.5 }}\n{entry}"), spec)
     rows = {binding.row for binding in slow.solution.bindings}
     assert {"trainer", "replicas"} <= rows

@@ -103,7 +103,7 @@ def test_a_file_of_devices_stands_between_catalogue_and_fleet(tmp_path: Path) ->
     (tmp_path / "fleet.toml").write_text(
         'catalogues = ["measured.toml"]\n[[nodes]]\ndevice = "mine"\nnum_devices = 2\n[devices.mine]\nhbm_gib = 30\n'
     )
-    (mine,) = fleet.load(tmp_path / "fleet.toml").devices
+    (mine,) = fleet.read_fleet(tmp_path / "fleet.toml").devices
     assert (mine.flops, mine.hbm_bytes, mine.efficiency.link) == (1e12, 30 * 2**30, 0.7)
     assert mine.price_per_hour is None
     assert mine.network == mine.link, "one node has no network"

@@ -17,7 +17,7 @@ from rollover.planner.choices import replica_kinds
 from rollover.planner.milp import Program, ProgramPoint
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
-from rollover.planner.rate_load import RateLoad
+from rollover.planner.rate_demand import RateDemand
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.shadow_prices import PriceBounds
 from tests.planner import verification
@@ -194,8 +194,8 @@ def test_the_same_problem_gives_the_same_plan_bit_for_bit(problem: Problem) -> N
 def test_without_whole_numbers_the_rate_is_no_less(problem: Problem) -> None:
     best = rate(problem) * (1 - 1e-6)
     if best:
-        load = RateLoad(problem, best)
-        assert PriceBounds(load).promise(load.able()) >= -1e-9
+        demand = RateDemand(problem, best)
+        assert PriceBounds(demand).promise(demand.able()) >= -1e-9
 
 
 @settings(max_examples=8, deadline=None)

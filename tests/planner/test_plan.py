@@ -54,7 +54,7 @@ def fleet(text: str = FLEET) -> Fleet:
 
 @pytest.fixture(scope="module")
 def spec() -> workload.WorkloadSpec:
-    return workload.load("math-16k", num_groups=64, group_size=8)
+    return workload.read_workload("math-16k", num_groups=64, group_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workloa
 
 @pytest.mark.parametrize("name", ["math-16k", "light-8k"])
 def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> None:
-    spec = workload.load(name, num_groups=64, group_size=8)
+    spec = workload.read_workload(name, num_groups=64, group_size=8)
     made = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)

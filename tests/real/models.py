@@ -13,7 +13,7 @@ import torch
 from rollover.engine.logprob_check import Reference, check_prompts
 from rollover.hf.companions import read_companions
 from rollover.trainer.config import ScratchConfig
-from rollover.trainer.models import load_policy, save_model
+from rollover.trainer.models import open_model, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 
 SHAPE = ScratchConfig(
@@ -26,7 +26,7 @@ def real_model(folder: Path, *, seed: int = 0, sharpness: float = 3.0, **shape: 
     plain = folder.with_name(f"{folder.name}-plain")
     tokenizer = build_tokenizer(["the quick brown fox jumps over 12 lazy dogs"] * 4)
     build_scratch_model(plain, tokenizer, replace(SHAPE, **shape), seed=seed)
-    model = load_policy(plain)
+    model = open_model(plain)
     with torch.no_grad():
         model.model.norm.weight.mul_(sharpness)
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ import torch
 from rollover import cli
 from rollover.run.export import export
 from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from tests import runs
 from tests.real import sglang_server, test_vllm
@@ -70,7 +70,7 @@ def test_a_run_samples_from_the_adapters_of_the_version_that_a_token_has(tmp_pat
             if version:
                 folder = Path(f"version-{version}")
                 export(Path("out"), folder, step=version)
-            logprobs_T = all_logprobs(load_policy(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+            logprobs_T = all_logprobs(open_model(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
             distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
             assert float(distance_T.max()) < TOLERANCE, version
         published = {path.name: [*path.glob("adapter_model.safetensors")] for path in Path("out/weights").glob("v*")}

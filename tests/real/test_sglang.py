@@ -36,7 +36,7 @@ from rollover.environments.scorer import RewardScorer
 from rollover.errors import EngineError
 from rollover.kept_codec import mean_kept
 from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason, Score
 from rollover.weights.base import WeightSource
@@ -185,7 +185,7 @@ def test_log_probs_are_those_among_the_kept_sets(
     sample = TrainingSample(
         prompt_ids=asked.prompt_ids, response_ids=tokens(chunks), kept=tuple(k for c in chunks for k in c.kept)
     )
-    found_T = all_logprobs(load_policy(folders[0]), pack([sample], 1024), 0.8, num_tokens=40)
+    found_T = all_logprobs(open_model(folders[0]), pack([sample], 1024), 0.8, num_tokens=40)
     told_T = torch.tensor([p for c in chunks for p in c.logprobs])
     torch.testing.assert_close(told_T, found_T, atol=TOLERANCE, rtol=0)
     assert mean_kept(sample.kept) > 1.5

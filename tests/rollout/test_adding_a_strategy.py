@@ -64,20 +64,20 @@ import rollover
 from rollover import cli
 from rollover.errors import ConfigError
 from rollover.frontier.settings import label, settings
-from rollover.run.loading import load, restore
+from rollover.run.building import build_config, restore
 from rollover.settings.plain import resolved
 from rollover.run.dry_run import dry_run
 from tests.frontier.kit import small
 
 assert Path(rollover.__file__).is_relative_to(os.getcwd())
-config = load("quickstart", ["--rollout.strategy", "backlog"])
-told = load("quickstart", ["--rollout.strategy", "backlog", "--rollout.strategy.num_batches", "3"])
+config = build_config("quickstart", ["--rollout.strategy", "backlog"])
+told = build_config("quickstart", ["--rollout.strategy", "backlog", "--rollout.strategy.num_batches", "3"])
 print(config.rollout.strategy, told.rollout.strategy)
 print(next(line for line in dry_run(told) if "backlog" in line))
 assert restore(resolved(told), "config.json") == told
 for wrong in (["--rollout.strategy.num_batches", "0"], ["--rollout.strategy.num_running", "3"]):
     try:
-        load("quickstart", ["--rollout.strategy", "backlog", *wrong])
+        build_config("quickstart", ["--rollout.strategy", "backlog", *wrong])
     except ConfigError as error:
         print(error)
 print([label(setting) for setting in settings("backlog", small())])

@@ -10,7 +10,7 @@ import pytest
 
 from rollover import cli
 from rollover.rollout.events import Observed, SampleFailed
-from rollover.run.loading import find
+from rollover.run.building import find
 from rollover.types import FinishReason, Trajectory
 from tests import runs
 from tests.kills import CLIENT

@@ -14,10 +14,10 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import OversampleConfig, SyncConfig
-from rollover.run import loading
+from rollover.run import building
+from rollover.run.building import EXPERIMENTS, build_config, find, restore, variant
 from rollover.run.config import RunConfig
 from rollover.run.dry_run import dry_run
-from rollover.run.loading import EXPERIMENTS, find, load, restore, variant
 from rollover.run.sections import EvalConfig, ModelConfig
 from rollover.settings import schema, toml
 from rollover.settings.plain import resolved
@@ -43,31 +43,31 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> None:
-    config = load(written(tmp_path, TEXT))
+    config = build_config(written(tmp_path, TEXT))
     assert restore(json.loads(json.dumps(resolved(config))), "config.json") == config
 
 
 def test_the_toml_of_a_config_loads_as_that_config(tmp_path: Path) -> None:
-    config = load(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
-    assert load(written(tmp_path, toml.dumps(resolved(config)))) == config
+    config = build_config(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
+    assert build_config(written(tmp_path, toml.dumps(resolved(config)))) == config
 
 
 def test_the_short_form_of_a_strategy_is_extended_like_its_table(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(f"{TEXT}strategy = 'oversample'\n")
     options = written(tmp_path, "extends = 'base.toml'\n[rollout.strategy]\nover_sampling_batch_size = 6\n")
-    assert load(options).rollout.strategy == OversampleConfig(over_sampling_batch_size=6)
+    assert build_config(options).rollout.strategy == OversampleConfig(over_sampling_batch_size=6)
     other = written(tmp_path, "extends = 'base.toml'\n[rollout]\nstrategy = 'sync'\n")
-    assert load(other).rollout.strategy == SyncConfig()
+    assert build_config(other).rollout.strategy == SyncConfig()
 
 
 @pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
 def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
-    assert load(file.stem) == load(file)
+    assert build_config(file.stem) == build_config(file)
 
 
 def test_an_unknown_experiment_gets_the_nearest_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quickstart.toml").write_text(TEXT)
-    monkeypatch.setattr(loading, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(building, "EXPERIMENTS", tmp_path)
     assert find("quickstart") == tmp_path / "quickstart.toml"
     with pytest.raises(ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"):
         find("quikstart")
@@ -76,18 +76,18 @@ def test_an_unknown_experiment_gets_the_nearest_packaged_one(tmp_path: Path, mon
 def test_a_file_of_the_user_goes_before_a_packaged_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text(TEXT)
-    assert load("quickstart").steps == 12
+    assert build_config("quickstart").steps == 12
 
 
 def test_a_directory_given_as_config_is_told_how_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"rollover train --resume {tmp_path}"):
-        load(tmp_path)
+        build_config(tmp_path)
 
 
 @pytest.mark.parametrize(("model", "seen"), [("", "neither"), ('path = "x"\n[model.scratch]', "both")])
 def test_a_run_has_exactly_one_model(tmp_path: Path, model: str, seen: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml:\d: model: give either .*, got {seen}$"):
-        load(written(tmp_path, f"[model]\n{model}"))
+        build_config(written(tmp_path, f"[model]\n{model}"))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ rollout.max_staleness = 2
 
 
 def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: Path) -> None:
-    config = load(written(tmp_path, TEXT + VARIANTS))
-    alone = load(written(tmp_path, TEXT))
+    config = build_config(written(tmp_path, TEXT + VARIANTS))
+    alone = build_config(written(tmp_path, TEXT))
     model = ModelConfig(path="policy")
     assert variant(config, "sync", model=Path("policy")) == replace(
         alone, model=model, rollout=replace(alone.rollout, strategy=SyncConfig())
@@ -133,16 +133,16 @@ def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: 
 def test_a_mistake_in_a_variant_is_found_with_its_line_before_any_run(tmp_path: Path) -> None:
     text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n[variants.april]\n"
     with pytest.raises(ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"):
-        load(written(tmp_path, text))
+        build_config(written(tmp_path, text))
 
 
 ENGINE = TEXT + "[engine]\n"
 
 
 def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
-    assert load(written(tmp_path, TEXT)).engine == EmbeddedConfig()
-    assert load(written(tmp_path, f"{ENGINE}max_running = 3")).engine == EmbeddedConfig(max_running=3)
-    chosen = load(written(tmp_path, TEXT), ["--engine.kind", "vllm", "--engine.launch", "true"])
+    assert build_config(written(tmp_path, TEXT)).engine == EmbeddedConfig()
+    assert build_config(written(tmp_path, f"{ENGINE}max_running = 3")).engine == EmbeddedConfig(max_running=3)
+    chosen = build_config(written(tmp_path, TEXT), ["--engine.kind", "vllm", "--engine.launch", "true"])
     assert chosen.engine == VLLMConfig(launch=True)
 
 
@@ -177,12 +177,12 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
 )
 def test_a_mistake_in_an_engine_is_judged_by_its_kind(tmp_path: Path, lines: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(written(tmp_path, ENGINE + lines))
+        build_config(written(tmp_path, ENGINE + lines))
 
 
 def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path: Path) -> None:
     text = f"{ENGINE}max_running = 3\n[variants.v.engine]\nkind = 'vllm'\nlaunch = true\n[variants.w.engine]\nblock_size_tokens = 8\n"
-    config = load(written(tmp_path, text))
+    config = build_config(written(tmp_path, text))
     assert variant(config, "v", model=Path("policy")).engine == VLLMConfig(launch=True)
     assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(max_running=3, block_size_tokens=8)
 
@@ -190,7 +190,7 @@ def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path:
 def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('steps = 7\n[model]\npath = "m"\n[rollout]\ngroup_size = 4\n')
     (tmp_path / "run.toml").write_text('extends = "base.toml"\nseed = 3\n[rollout]\nrollout_batch_size = 5\n')
-    loaded = load(tmp_path / "run.toml")
+    loaded = build_config(tmp_path / "run.toml")
     assert (loaded.steps, loaded.seed, loaded.model.path) == (7, 3, "m")
     assert (loaded.rollout.group_size, loaded.rollout.rollout_batch_size) == (4, 5)
 
@@ -206,23 +206,23 @@ def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -
 def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load(tmp_path / "run.toml")
+        build_config(tmp_path / "run.toml")
 
 
 def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -> None:
     file = written(tmp_path, f"{ENGINE}kv_cache_bytes = 1048576")
-    assert load(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)
-    assert load(file, ["--engine.kind", "embedded"]).engine == EmbeddedConfig(kv_cache_bytes=1048576)
-    assert load(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
+    assert build_config(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)
+    assert build_config(file, ["--engine.kind", "embedded"]).engine == EmbeddedConfig(kv_cache_bytes=1048576)
+    assert build_config(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
 
 
 @pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"], ["--rollout.min_p", "0.1"]])
 def test_an_engine_without_kept_sets_refuses_to_leave_tokens_out(tmp_path: Path, cut: list[str]) -> None:
     file = written(tmp_path, f"{ENGINE}kind = 'vllm'\nlaunch = true")
-    assert load(file).engine == VLLMConfig(launch=True)
+    assert build_config(file).engine == VLLMConfig(launch=True)
     with pytest.raises(ConfigError, match=r"engine\.kind 'vllm' does not return the tokens among which it drew"):
-        load(file, cut)
-    assert load(file, [*cut, "--rollout.accept_truncation_bias", "true"]).rollout.is_cut
+        build_config(file, cut)
+    assert build_config(file, [*cut, "--rollout.accept_truncation_bias", "true"]).rollout.is_cut
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_adapters_alone_are_for_engines_that_can_change_them(engine: str, strate
     keys += ["--engine.kv_on_update=keep"] if engine == "keep" else []
     keys += [f"--rollout.strategy={strategy}", "--trainer.lora.rank=4", "--trainer.lora.publish=adapter"]
     if message is None:
-        shape = load("quickstart", keys).published_adapters
+        shape = build_config("quickstart", keys).published_adapters
         assert shape is not None and shape.rank == 4
         return
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load("quickstart", keys)
+        build_config("quickstart", keys)
 
 
 def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"
     ):
-        load(written(tmp_path, f"deterministic = true\n{ENGINE}kind = 'vllm'\nlaunch = true"))
+        build_config(written(tmp_path, f"deterministic = true\n{ENGINE}kind = 'vllm'\nlaunch = true"))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     ],
 )
 def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) -> None:
-    assert any(said in line for line in dry_run(load("quickstart", list(options))))
+    assert any(said in line for line in dry_run(build_config("quickstart", list(options))))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_key_of_one_of_several_rewards_is_named_with_its_place(tmp_path: Path,
     rewards = f"rewards = [{{ kind = 'exact' }}, {{ kind = 'judge', model = 'm', {entries} }}]"
     file = written(tmp_path, f"[[tasks.train]]\nkind = 'jsonl'\nname = 'a'\npath = 'a.jsonl'\n{rewards}\n")
     with pytest.raises(ConfigError, match=re.escape(f"run.toml:5: tasks.train.0.rewards.1.{message}")):
-        load(file)
+        build_config(file)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_key_of_one_of_several_rewards_is_named_with_its_place(tmp_path: Path,
 )
 def test_the_names_that_other_frameworks_have_for_a_key_lead_to_ours(tmp_path: Path, line: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key; did you mean '{meant}'\?"):
-        load(written(tmp_path, f"{line}\nmodel.path = 'm'"))
+        build_config(written(tmp_path, f"{line}\nmodel.path = 'm'"))
 
 
 def test_other_names_lead_to_keys() -> None:
@@ -323,10 +323,10 @@ def test_what_a_dry_run_prints_is_the_config_also_where_a_default_is_unset() -> 
     found = list(keys_with_a_default_that_can_be_unset([RunConfig]))
     assert ["--engine.kind", "swarm", "--engine.admin", "none"] in found
     for overrides in (*found, ["--algorithm.group_filter", "none"], ["--algorithm.correction", "none"]):
-        config = load("quickstart", overrides)
+        config = build_config("quickstart", overrides)
         printed = toml.dumps(resolved(config, for_file=True))
         assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) == config
-        assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) != load("quickstart")
+        assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) != build_config("quickstart")
 
 
 LETTERS = {"kind": "jsonl", "name": "letters", "path": "letters.jsonl"}

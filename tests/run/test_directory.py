@@ -15,8 +15,8 @@ from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
+from rollover.run.building import build_config
 from rollover.run.config import RunConfig
-from rollover.run.loading import load
 from rollover.run.sections import ModelConfig
 from rollover.settings.plain import resolved
 from rollover.tasks.config import TasksConfig
@@ -352,8 +352,11 @@ def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: 
 
 
 def test_evaluation_may_change_on_resume_if_no_prompt_is_held_out_for_it() -> None:
-    kept_out = load("quickstart")
-    refused = directory.refusals(kept_out, load("quickstart", ["--tasks.eval", "[]"]))
+    kept_out = build_config("quickstart")
+    refused = directory.refusals(kept_out, build_config("quickstart", ["--tasks.eval", "[]"]))
     assert set(refused.values()) == {"its prompts are kept out of training (tasks.keep_eval_out)"}
     free = ["--tasks.keep_eval_out", "false"]
-    assert directory.refusals(load("quickstart", free), load("quickstart", [*free, "--tasks.eval", "[]"])) == {}
+    assert (
+        directory.refusals(build_config("quickstart", free), build_config("quickstart", [*free, "--tasks.eval", "[]"]))
+        == {}
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollover import cli
 from rollover.report.metrics import read_metrics
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from tests import runs
 
 
@@ -21,4 +21,4 @@ def test_a_mixture_of_experts_is_trained_and_resumed_with_its_routes(tmp_path: P
         replayed = [row.values["routes/replayed"] for row in read_metrics(run) if row.kind == "step"]
         assert replayed == [1.0] * 3
         assert all(t.routes for batch in runs.batches(run) for group in batch.groups for t in group.trajectories)
-        load_policy(run / "checkpoints" / "step_3")
+        open_model(run / "checkpoints" / "step_3")

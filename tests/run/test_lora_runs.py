@@ -13,7 +13,7 @@ from rollover import cli
 from rollover.run.export import export
 from rollover.trainer.checkpoint import list_checkpoints
 from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from tests import runs
 
@@ -25,7 +25,7 @@ def train(*argv: str) -> int:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(load_policy(folder).named_parameters())
+    return dict(open_model(folder).named_parameters())
 
 
 def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
@@ -43,7 +43,7 @@ def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
         if version:
             folder = Path(f"version-{version}")
             export(Path("out"), folder, step=version)
-        logprobs_T = all_logprobs(load_policy(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+        logprobs_T = all_logprobs(open_model(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
         distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
         assert float(distance_T.max()) < 1e-4, version
 
@@ -54,7 +54,7 @@ def test_a_half_precision_model_trains_on_a_cpu_with_default_settings(
 ) -> None:
     """The trainer computes beside bfloat16 weights, the engine in float32: the run counts the difference as rounding,
     though ``trainer.dtype`` is float32. A tolerance for float32 alone would stop the run."""
-    load_policy(Path("model"), dtype=torch.bfloat16).save_pretrained("half")
+    open_model(Path("model"), dtype=torch.bfloat16).save_pretrained("half")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path("model") / file, "half")
     args = ("run.toml", "--model.path", "half", *LORA, "--trainer.lora.publish", publish, "--steps", "2")

@@ -12,7 +12,7 @@ from rollover import cli
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import FORMAT_VERSION, Journal
 from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Trajectory
 from tests import runs
@@ -29,7 +29,7 @@ def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, r
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
     worst = 0.0
     for version in versions_T.unique().tolist():
-        model = load_policy(run / "checkpoints" / f"step_{version}" if version else initial)
+        model = open_model(run / "checkpoints" / f"step_{version}" if version else initial)
         logprobs_T = all_logprobs(model, pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
         worst = max(worst, float((logprobs_T - recorded_T)[versions_T == version].abs().max()))
     return worst

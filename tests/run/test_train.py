@@ -23,11 +23,11 @@ from rollover.report.timeline_figure import gantt
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
+from rollover.run.building import build_config
 from rollover.run.layout import RUN_FILES
-from rollover.run.loading import load
 from rollover.run.prepare import initial_policy
 from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Trajectory
 from tests import runs
@@ -67,7 +67,7 @@ def largest_logprob_error(run: Path, initial: Path, trajectories: Sequence[Traje
     rows = pack(samples, 1024)
     worst = 0.0
     for version in versions_T.unique().tolist():
-        model = load_policy(run / "checkpoints" / f"step_{version}" if version else initial)
+        model = open_model(run / "checkpoints" / f"step_{version}" if version else initial)
         logprobs_T = all_logprobs(model, rows, 1.0, num_tokens=len(recorded_T))
         of_version = versions_T == version
         worst = max(worst, float((logprobs_T - recorded_T)[of_version].abs().max()))
@@ -219,7 +219,7 @@ def test_a_model_dataset_and_reward_of_the_user_work_by_config_alone(experiment:
 
 
 def test_a_model_from_scratch_is_built_once_and_found_by_a_resumed_run(tmp_path: Path) -> None:
-    config = load("quickstart", ["--sft", "none"])
+    config = build_config("quickstart", ["--sft", "none"])
     said: list[str] = []
     progress, metrics = cast(Any, SimpleNamespace(message=said.append)), cast(Any, None)
     folder = initial_policy(config, tmp_path / "model", progress, metrics)

@@ -21,7 +21,7 @@ def test_the_least_loaded_replica_is_found(rng: random.Random) -> None:
     pool = ReplicaPool(replicas)
     for group in range(50):
         found = pool.place(SampleId(group, 0), fast_lane=False)
-        assert (found.load, found.index) == min((r.load, r.index) for r in replicas)
+        assert (found.occupancy, found.index) == min((r.occupancy, r.index) for r in replicas)
         if rng.random() < 0.6:
             found.add(call(group, 5))
         replica = rng.choice(replicas)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rollover.run.building import build_config
 from rollover.run.engine import check_engine
-from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -40,12 +40,14 @@ def test_this_machine_needs_no_certificate(listen: str) -> None:
 def test_the_page_is_switched_off_by_none() -> None:
     assert SwarmConfig().admin_address == ("127.0.0.1", 0)
     assert SwarmConfig(admin="[::1]:8791").admin_address == ("::1", 8791)
-    config = load("quickstart", ["--engine.kind", "swarm", "--engine.admin", "none"])
+    config = build_config("quickstart", ["--engine.kind", "swarm", "--engine.admin", "none"])
     assert isinstance(config.engine, SwarmConfig) and config.engine.admin_address is None
 
 
 def test_a_cut_distribution_is_warned_of_since_it_hides_lies() -> None:
     swarm = ["--engine.kind", "swarm", "--engine.listen", "127.0.0.1:0"]
     for cut in ([], ["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):
-        warned = [line for line in check_engine(load("quickstart", [*swarm, *cut])) if "nothing verifies" in line]
+        warned = [
+            line for line in check_engine(build_config("quickstart", [*swarm, *cut])) if "nothing verifies" in line
+        ]
         assert len(warned) == bool(cut)

@@ -54,7 +54,7 @@ import os
 from pathlib import Path
 import rollover
 from rollover.errors import RolloverError
-from rollover.run.loading import restore
+from rollover.run.building import restore
 from rollover.settings.plain import resolved
 from rollover.settings import toml
 from rollover.settings.schema import build

@@ -13,7 +13,7 @@ from rollover.environments.episodes import ClassConfig
 from rollover.environments.episodes.base import Action
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
-from rollover.run.loading import load
+from rollover.run.building import build_config
 from rollover.tasks.calculator import Calculator
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
@@ -121,4 +121,4 @@ def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: 
 
 @pytest.mark.parametrize("name", ["tool", "agent", "sokoban"])
 def test_the_packaged_experiments_with_episodes_can_be_read(name: str) -> None:
-    assert load(name).tasks.train[0].environment is not None
+    assert build_config(name).tasks.train[0].environment is not None

@@ -15,7 +15,7 @@ from rollover.algorithms.losses import policy_loss
 from rollover.batch import Group
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, StepConstants, split
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason, Observation, SampleId, Segment, Trajectory
 from tests.trainer.builders import VOCAB, make_batch, make_folder, make_model, separate_logprobs, to_float64
@@ -59,7 +59,7 @@ def episodes(num_groups: int = 4, *, branch: bool = False) -> list[Trajectory]:
 
 @pytest.mark.parametrize("branch", [False, True])
 def test_each_sampled_token_is_predicted_once_after_all_on_its_path(tmp_path: Path, branch: bool) -> None:
-    model, policy = to_float64(make_model()), to_float64(load_policy(make_folder(tmp_path)))
+    model, policy = to_float64(make_model()), to_float64(open_model(make_folder(tmp_path)))
     found = episodes(branch=branch)
     assert (max(len(t.paths) for t in found) > 2) == branch
     alone = [

@@ -16,7 +16,7 @@ from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.memory import training_memory
-from rollover.trainer.models import load_policy, named_weights, save_model
+from rollover.trainer.models import named_weights, open_model, save_model
 from rollover.trainer.packing import pack
 from rollover.trainer.proof import prove
 from rollover.weights.base import specs_of
@@ -64,13 +64,13 @@ def make_experts(folder: Path, family: str = "qwen3_moe", **changes: Any) -> Any
 def test_a_family_is_packed_exactly_and_saved_as_transformers_does(family: str, tmp_path: Path) -> None:
     assert prove(config_of(family, **FAMILIES[family])) == "packed"
     make_experts(tmp_path / "theirs", family)
-    policy = load_policy(tmp_path / "theirs")
+    policy = open_model(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
     save_model(policy, tmp_path / "ours", companions={})
     theirs, ours = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    again = named_tensors(load_policy(tmp_path / "ours"))
+    again = named_tensors(open_model(tmp_path / "ours"))
     assert all(torch.equal(again[name], tensor) for name, tensor in named_tensors(policy).items())
 
 
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_separate_samples(tmp_path: Path) -> None:
 
 def test_published_weights_follow_the_model_and_are_announced_unmade(tmp_path: Path) -> None:
     make_experts(tmp_path)
-    policy = load_policy(tmp_path)
+    policy = open_model(tmp_path)
     weights, made = named_weights(policy), load_file(tmp_path / "model.safetensors")
     specs = {spec.name: (spec.shape, spec.dtype) for spec in MemoryWeights(7, weights).manifest.tensors}
     assert specs == {name: (tuple(tensor.shape), "float32") for name, tensor in made.items()}
@@ -93,7 +93,7 @@ def test_published_weights_follow_the_model_and_are_announced_unmade(tmp_path: P
 
 def test_one_tensor_is_cut_once_for_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_experts(tmp_path)
-    weights, cuts = named_weights(load_policy(tmp_path)), []
+    weights, cuts = named_weights(open_model(tmp_path)), []
     real = hub_weights.__globals__["revert_weight_conversion"]
     monkeypatch.setitem(
         hub_weights.__globals__, "revert_weight_conversion", lambda *args: cuts.append(1) or real(*args)
@@ -138,7 +138,7 @@ def test_adapters_beside_experts_are_refused_by_name() -> None:
 
 def test_bfloat16_reaches_experts_and_leaves_routers_in_float32(two: RankPool, tmp_path: Path) -> None:
     make_experts(tmp_path)
-    policy, seen = load_policy(tmp_path), {}
+    policy, seen = open_model(tmp_path), {}
     layer = policy.model.layers[0].mlp
 
     def note(name: str) -> Any:

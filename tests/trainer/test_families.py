@@ -13,7 +13,7 @@ from rollover.errors import ConfigError, ModelError
 from rollover.trainer import attention, logprobs
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import LoraConfig, TrainerConfig
-from rollover.trainer.models import load_policy, named_weights
+from rollover.trainer.models import named_weights, open_model
 from rollover.trainer.packing import pack
 from rollover.trainer.proof import BOUND, prove
 from tests.trainer.builders import VOCAB, assert_gradients_of_separate_samples, make_samples, separate_logprobs
@@ -65,7 +65,7 @@ def test_what_is_not_packed_exactly_is_padded(family: str, tmp_path: Path) -> No
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config_of(family, **PADDED[family])).eval()
     model.save_pretrained(tmp_path)
-    policy, samples = load_policy(tmp_path), make_samples(6)
+    policy, samples = open_model(tmp_path), make_samples(6)
     assert policy.is_padded
     alone = separate_logprobs(model, samples, 1.0).detach()
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 
 import rollover.trainer.logprobs as logprobs_module
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs, to_float64
 
@@ -22,7 +22,7 @@ def packed(model: Any, samples: list[TrainingSample], temperature: float, *, bud
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_logprobs_equal_those_of_separate_forwards(tmp_path: Path, family: str, tied: bool) -> None:
     model = make_model(family, tie_word_embeddings=tied)
-    policy = load_policy(make_folder(tmp_path, family, tie_word_embeddings=tied))
+    policy = open_model(make_folder(tmp_path, family, tie_word_embeddings=tied))
     samples = make_samples(24)
     for temperature in (1.0, 0.6):
         with torch.no_grad():
@@ -32,7 +32,7 @@ def test_packed_logprobs_equal_those_of_separate_forwards(tmp_path: Path, family
 
 
 def test_logprobs_do_not_depend_on_the_packing(tmp_path: Path) -> None:
-    policy = to_float64(load_policy(make_folder(tmp_path)))
+    policy = to_float64(open_model(make_folder(tmp_path)))
     samples = make_samples(24)
     alone = packed(policy, samples, 0.8, budget=1)
     for budget in (40, 10**6):
@@ -40,7 +40,7 @@ def test_logprobs_do_not_depend_on_the_packing(tmp_path: Path) -> None:
 
 
 def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_path: Path) -> None:
-    model, policy = to_float64(make_model()), to_float64(load_policy(make_folder(tmp_path)))
+    model, policy = to_float64(make_model()), to_float64(open_model(make_folder(tmp_path)))
     samples = make_samples(12)
     weights = torch.randn(sum(len(s.response_ids) for s in samples), dtype=torch.float64)
     (separate_logprobs(model, samples, 0.8) * weights).sum().backward()
@@ -53,7 +53,7 @@ def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_pat
 def test_the_head_in_chunks_gives_the_same_values_and_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = to_float64(load_policy(make_folder(tmp_path)))
+    policy = to_float64(open_model(make_folder(tmp_path)))
     row = pack(make_samples(12), 10**6)[0]
 
     def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -72,7 +72,7 @@ def test_the_head_in_chunks_gives_the_same_values_and_gradients(
 def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, policy = make_model(), load_policy(make_folder(tmp_path))
+    model, policy = make_model(), open_model(make_folder(tmp_path))
     samples = make_samples(12)
     monkeypatch.setattr(logprobs_module, "ENTROPY_STRIDE", 3)
     monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 40 * 7)
@@ -94,7 +94,7 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
 
 
 def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:
-    policy = load_policy(make_folder(tmp_path))
+    policy = open_model(make_folder(tmp_path))
     samples = [TrainingSample(prompt_ids=(3,) * 50, response_ids=(4, 5))]
     seen = []
     policy.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[1:])))
@@ -103,7 +103,7 @@ def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:
 
 
 def test_bfloat16_autocast_keeps_the_log_softmax_in_float32(tmp_path: Path) -> None:
-    policy = load_policy(make_folder(tmp_path))
+    policy = open_model(make_folder(tmp_path))
     row = pack(make_samples(12), 10**6)[0]
     with torch.no_grad():
         exact = response_logprobs(policy, row, 1.0)
@@ -114,6 +114,6 @@ def test_bfloat16_autocast_keeps_the_log_softmax_in_float32(tmp_path: Path) -> N
 
 
 def test_a_model_for_packed_rows_refuses_an_ordinary_batch(tmp_path: Path) -> None:
-    policy = load_policy(make_folder(tmp_path))
+    policy = open_model(make_folder(tmp_path))
     with pytest.raises(TypeError, match="packed_row"):
         policy(input_ids=torch.tensor([[1, 2, 3]]))

@@ -20,7 +20,7 @@ from rollover.hf.companions import read_companions
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.lora import merge
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.types import AdapterShape
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.sources import FolderWeights
@@ -132,7 +132,7 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert algorithm.needs_ref
     trainer = lora_trainer(folder, algorithm=algorithm)
     assert sum(p.numel() for p in trainer._model.parameters() if not p.requires_grad) == sum(
-        p.numel() for p in load_policy(folder).parameters()
+        p.numel() for p in open_model(folder).parameters()
     )
     metrics = [trainer.step(make_batch(step=step)).metrics for step in range(3)]
     full = make_trainer(folder, algorithm=algorithm, learning_rate=1e-12)

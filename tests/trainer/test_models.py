@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rollover.errors import ModelError
 from rollover.hf.companions import read_companions
-from rollover.trainer.models import load_policy, named_weights, save_model
+from rollover.trainer.models import named_weights, open_model, save_model
 from tests.trainer.builders import make_folder
 
 
@@ -29,7 +29,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 def test_models_that_cannot_be_trained_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(make_folder(tmp_path), **changes)
     with pytest.raises(ModelError, match=message):
-        load_policy(tmp_path)
+        open_model(tmp_path)
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> None:
@@ -38,17 +38,17 @@ def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> Non
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({n: t for n, t in tensors.items() if n != name}, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"weights do not fit config\.json.*{name}"):
-        load_policy(tmp_path)
+        open_model(tmp_path)
     save_file({**tensors, name: torch.zeros(3, 3)}, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"weights do not fit config\.json.*mismatched keys.*up_proj"):
-        load_policy(tmp_path)
+        open_model(tmp_path)
     path.write_bytes(b"rubbish")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load_policy(tmp_path)
+        open_model(tmp_path)
 
 
 def test_loading_says_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_policy(make_folder(tmp_path))
+    open_model(make_folder(tmp_path))
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
 
@@ -58,7 +58,7 @@ def test_a_model_with_two_matrices_is_written_as_one_that_is_not_tied(tmp_path: 
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embedding.flip(0)}, folder / "model.safetensors", metadata={"format": "pt"})
-    model = load_policy(folder)
+    model = open_model(folder)
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= named_weights(model).keys()
     (tmp_path / "written").mkdir()
     save_model(model, tmp_path / "written", companions=read_companions(folder))

@@ -18,7 +18,7 @@ from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.experts import RowRoutes
 from rollover.trainer.gathering import measured_drift
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
-from rollover.trainer.models import load_policy, save_model
+from rollover.trainer.models import open_model, save_model
 from rollover.trainer.packing import TrainingSample, num_positions, pack
 from rollover.trainer.proof import prove_routes
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
@@ -70,12 +70,12 @@ def test_own_routes_change_nothing(family: str) -> None:
 @torch.no_grad()
 def test_samples_on_lines_of_their_own_follow_their_own_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes of another model, which also give the log-probs that they give in shared rows."""
-    packed, other = load_policy(folder), load_policy(folder)
+    packed, other = open_model(folder), open_model(folder)
     for layer in other.model.layers:
         layer.mlp.gate.weight.neg_()
     samples = [replace(s, routes=routes_of(packed if i % 2 else other, s)) for i, s in enumerate(make_samples(5))]
     monkeypatch.setattr("rollover.trainer.models.prove", lambda config: "padded")
-    padded = load_policy(folder)
+    padded = open_model(folder)
     assert padded.is_padded and not packed.is_padded
     found = logprobs(padded, samples, budget=100)
     torch.testing.assert_close(found, logprobs(packed, samples, budget=100), atol=1e-5, rtol=1e-5)
@@ -89,7 +89,7 @@ def test_a_model_that_chooses_in_another_way_is_refused() -> None:
 
 def test_siblings_each_follow_their_own_route_from_the_first_token_on(folder: Path) -> None:
     """Routes of another model: the siblings share their prompt, whose last position predicts a first token of each."""
-    model, other = load_policy(folder), load_policy(folder)
+    model, other = open_model(folder), open_model(folder)
     with torch.no_grad():
         for layer in other.model.layers:
             layer.mlp.gate.weight.neg_()
@@ -105,11 +105,11 @@ def test_siblings_each_follow_their_own_route_from_the_first_token_on(folder: Pa
 
 
 def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path) -> None:
-    model, again = load_policy(folder), load_policy(folder, gradient_checkpointing=True)
+    model, again = open_model(folder), open_model(folder, gradient_checkpointing=True)
     samples = [replace(s, routes=of_sample(s, [bytes([1, 5, 0, 7])] * len(s.response_ids))) for s in make_samples(6)]
     for policy in (model, again):
         logprobs(policy, samples).sum().backward()
-    own = load_policy(folder)
+    own = open_model(folder)
     logprobs(own, [replace(sample, routes=()) for sample in samples]).sum().backward()
     for (name, one), other, without in zip(model.named_parameters(), again.parameters(), own.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
@@ -120,7 +120,7 @@ def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path
 def test_a_turn_has_the_routes_that_it_was_sampled_with_in_every_row(folder: Path, tmp_path: Path) -> None:
     """A plan of old weights, and what the embedded engine makes of it under new ones: two alternatives, the second of
     which goes on, and a summary. A twin has the same plan of new weights, which take other experts."""
-    model, old = load_policy(folder), load_policy(folder)
+    model, old = open_model(folder), open_model(folder)
     for layer in old.model.layers:
         layer.mlp.gate.weight.neg_()
     save_model(old, tmp_path, companions={})
@@ -209,7 +209,7 @@ def test_ranks_that_share_rows_replay_their_own_positions(two: RankPool, folder:
 
 
 def test_routes_of_another_model_are_refused(folder: Path) -> None:
-    model = load_policy(folder)
+    model = open_model(folder)
     (sample,) = make_samples(3)[:1]
     for route, message in ((bytes(6), "routes of 6 bytes are not of this model"), (bytes([8] * 4), "expert 8 of 8")):
         given = replace(sample, routes=of_sample(sample, [route] * len(sample.response_ids)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollover.trainer.config import ScratchConfig
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 
 TOKENIZER = build_tokenizer(["What is 12 + 34 = 46", "What is the sum of 7 and 58?"] * 4, vocab_size=300)
@@ -41,7 +41,7 @@ def test_a_scratch_folder_loads_as_any_other(tmp_path: Path) -> None:
     assert model.config.model_type == "qwen3" and model.config.vocab_size == len(TOKENIZER)
     assert (model.config.head_dim, model.config.eos_token_id, model.config.pad_token_id) == (16, 1, 0)
     assert AutoTokenizer.from_pretrained(tmp_path / "m")("1 + 2")["input_ids"] == TOKENIZER("1 + 2")["input_ids"]
-    load_policy(tmp_path / "m")
+    open_model(tmp_path / "m")
 
 
 @pytest.mark.parametrize(("seed", "same"), [(0, True), (1, False)])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rollover.errors import DataError
 from rollover.trainer import ranks
 from rollover.trainer.config import SFTConfig
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.setup import SFTSetup
 from rollover.trainer.sft import SFTProgress, SFTTrainer, run_sft
 from rollover.trainer.world import World
@@ -55,7 +55,7 @@ def test_it_learns_what_it_is_shown_and_saves_that(folder: Path, tmp_path: Path)
     )
     assert metrics["loss/first"] > 3 and metrics["loss/last_20_steps"] < 0.3
     model = make_model()
-    model.load_state_dict(load_policy(tmp_path / "warm").state_dict())
+    model.load_state_dict(open_model(tmp_path / "warm").state_dict())
     with torch.no_grad():
         assert separate_logprobs(model, make_samples(8, max_response=12), 1.0).mean() > -0.3
 
@@ -123,7 +123,7 @@ def test_several_devices_write_the_model_that_one_does(
             folder, itertools.cycle(EXAMPLES), settings, output=output, logs=tmp_path / "logs", on_progress=steps.append
         )
     assert [s.loss for s in steps[3:]] == pytest.approx(2 * [s.loss for s in steps[:3]], rel=1e-5)
-    one, *others = (load_policy(tmp_path / name) for name in ("on-1", "on-2", "offloaded"))
+    one, *others = (open_model(tmp_path / name) for name in ("on-1", "on-2", "offloaded"))
     for other in others:
         for (name, ours), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
             assert (ours - theirs).abs().max() < 1e-6, name

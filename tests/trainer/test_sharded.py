@@ -19,7 +19,7 @@ from rollover.trainer import balancing
 from rollover.trainer.balancing import by_longest_first
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.minibatch import BatchTensors, shuffled, split
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.world import World
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 from tests.trainer.rank_pool import RankPool
@@ -276,7 +276,7 @@ def test_each_rank_reads_its_rows_and_makes_the_rotary_module_anew(
     three: RankPool, tmp_path: Path, family: str, tied: bool
 ) -> None:
     folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied, vocab_size=41)  # 41 rows on three ranks
-    expected = load_policy(folder)
+    expected = open_model(folder)
     for weights, buffers, is_tied in three.call(loaded, folder=folder):
         assert is_tied == tied
         assert weights.keys() == dict(expected.named_parameters()).keys()

@@ -26,7 +26,7 @@ from rollover.engine.embedded.sampler import sample
 from rollover.kept_codec import decode_kept, encode_kept
 from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.logprobs import all_logprobs, head_logprobs, response_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import SamplingParams
 from tests.algorithms.batches import row as algorithm_row
@@ -179,7 +179,7 @@ def test_packed_rows_are_normalised_over_each_tokens_own_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_every: int, chunk: int
 ) -> None:
     monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", chunk)
-    model, policy = to_float64(make_model()), to_float64(load_policy(make_folder(tmp_path)))
+    model, policy = to_float64(make_model()), to_float64(open_model(make_folder(tmp_path)))
     samples = with_kept(make_samples(12), whole_every=whole_every)
     expected_T = dense_logprobs(model, samples)
     weights_T = torch.randn(len(expected_T), dtype=torch.float64)

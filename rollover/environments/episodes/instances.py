@@ -18,7 +18,7 @@ from rollover.environments.episodes.base import (
     read_outcome,
 )
 from rollover.environments.episodes.tools import describe
-from rollover.environments.user_function import PATH, check_import, load_function
+from rollover.environments.user_function import PATH, check_import, import_function
 from rollover.errors import DataError
 
 
@@ -65,7 +65,7 @@ class ClassConfig(EnvironmentSettings):
 
     @property
     def demonstrates(self) -> bool:
-        return callable(getattr(load_function(self.factory), "demonstrate", None))
+        return callable(getattr(import_function(self.factory), "demonstrate", None))
 
     @property
     def recovers_by(self) -> Recovery:
@@ -76,12 +76,12 @@ class ClassConfig(EnvironmentSettings):
         return self.reset_in_prompt
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        offered = getattr(load_function(self.factory), "offered_tools", lambda **params: ())
+        offered = getattr(import_function(self.factory), "offered_tools", lambda **params: ())
         return tuple(describe(function) for function in offered(**self.params))
 
     def check(self) -> None:
         check_import(self.factory)
-        factory = load_function(self.factory)
+        factory = import_function(self.factory)
         needed = ("reset", "step", *(("snapshot", "restore") if self.keeps_state else ()))
         missing = [name for name in needed if not callable(getattr(factory, name, None))]
         if inspect.isclass(factory) and missing:
@@ -94,7 +94,7 @@ class ClassConfig(EnvironmentSettings):
             pass
 
     def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> LiveEpisode:
-        episode = load_function(self.factory)(**self.params)
+        episode = import_function(self.factory)(**self.params)
         if state:
             awaited(episode.restore(json.loads(state)))
             return _Episode(episode)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from rollover.environments.episodes.base import Action, EnvironmentSettings, LiveEpisode, Outcome, RefusedAnswer, whole
-from rollover.environments.user_function import PATH, check_import, load_function, parameters_of
+from rollover.environments.user_function import PATH, check_import, import_function, parameters_of
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
@@ -81,7 +81,7 @@ class ToolsConfig(EnvironmentSettings):
         return self.threads
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(describe(load_function(path, "tool")) for path in self.functions)
+        return tuple(describe(import_function(path, "tool")) for path in self.functions)
 
     def check(self) -> None:
         for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
@@ -89,12 +89,12 @@ class ToolsConfig(EnvironmentSettings):
         call_reader(self.parser)
         for path in self.functions:
             unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-            if by_position := [p.name for p in parameters_of(path, load_function(path, "tool")) if p.kind in unnamed]:
+            if by_position := [p.name for p in parameters_of(path, import_function(path, "tool")) if p.kind in unnamed]:
                 name = f"tool {path} takes {by_position[0]!r}"
                 raise DataError(f"{name} by position, but a call names its arguments; make it an ordinary parameter")
 
     def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> Tools:
-        functions = {path.partition(":")[2]: load_function(path, "tool") for path in self.functions}
+        functions = {path.partition(":")[2]: import_function(path, "tool") for path in self.functions}
         return Tools(functions, parser=self.parser, role=self.tool_role)
 
 
@@ -164,7 +164,7 @@ def call_reader(parser: str) -> Callable[[str], list[ToolCall]]:
     """Return a function that reads the calls in a turn. It raises ``RefusedAnswer`` if a parser of the user's fails."""
     if parser in PARSERS:
         return PARSERS[parser]
-    function = load_function(parser)
+    function = import_function(parser)
 
     def read(text: str) -> list[ToolCall]:
         try:

@@ -33,7 +33,7 @@ from rollover.environments.episodes.base import (
 )
 from rollover.environments.keeper import keep, limit_memory
 from rollover.environments.scoring import failed
-from rollover.environments.user_function import load_function
+from rollover.environments.user_function import import_function
 from rollover.errors import DataError
 from rollover.settings.shape import kinds
 
@@ -60,7 +60,7 @@ class Holder:
         self._config = config
         self._held: dict[str, _Held] = {}
         if isinstance(config, ClassConfig):
-            load_function(config.factory)  # the time of an import is not an answer's
+            import_function(config.factory)  # the time of an import is not an answer's
         self._only = None if config.has_state else config.begin({}, 0)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:

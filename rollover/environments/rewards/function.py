@@ -16,8 +16,8 @@ from rollover.environments.user_function import (
     PATH,
     accepted_names,
     check_import,
+    import_function,
     is_async,
-    load_function,
     required_names,
 )
 from rollover.errors import DataError
@@ -96,7 +96,7 @@ class FunctionReward:
     def __init__(self, config: FunctionConfig, spec: RewardSpec) -> None:
         self._config = config
         self._spec = spec
-        self._function = load_function(config.function)
+        self._function = import_function(config.function)
         self._accepted = accepted_names(config.function, self._function, spec.columns, config.params)
         if config.workers == 0 and not is_async(self._function):
             raise DataError(

@@ -27,7 +27,7 @@ from rollover.environments.columns import joined, read_column, read_conversation
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue, read_rewards
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
-from rollover.environments.user_function import check_import, load_function
+from rollover.environments.user_function import check_import, import_function
 from rollover.errors import DataError, RewardError
 from rollover.privacy import HIDDEN, make_private
 from rollover.settings.changes import Changeable
@@ -183,7 +183,7 @@ class JudgeReward:
     def __init__(self, config: JudgeConfig, spec: RewardSpec) -> None:
         self._config = config
         self._spec = spec
-        self._parser: Callable[[str], Any] | None = load_function(config.parser) if config.parser else None
+        self._parser: Callable[[str], Any] | None = import_function(config.parser) if config.parser else None
         self._key = os.environ.get(config.api_key_env or "", "")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None))

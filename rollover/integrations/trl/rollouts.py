@@ -77,7 +77,7 @@ class HostedRollouts:
         """The trainer's present batch."""
         self._opened: OpenedEngine
         """Opened on the feed's thread."""
-        timeout_s = config.engine.publication_timeout_s
+        timeout_s = config.engine.publish_timeout_s
         self.feed = Feed(
             self._open_parts,
             config.rollout,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollover.environments.user_function import check_import, load_function
+from rollover.environments.user_function import check_import, import_function
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnSettings
 from rollover.tasks.rows import DatasetRows
@@ -55,7 +55,7 @@ class GeneratedRows:
     num_rows = None
 
     def __init__(self, path: str, params: Mapping[str, Any], seed: int) -> None:
-        self._function: Callable[..., Any] = load_function(path)
+        self._function: Callable[..., Any] = import_function(path)
         self._path, self._params, self._seed = path, params, seed
 
     def __getitem__(self, row: int) -> dict[str, Any]:

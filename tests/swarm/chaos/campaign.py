@@ -12,7 +12,7 @@ from random import Random
 from typing import Literal
 
 from rollover.rollout import events as recorded
-from rollover.run.loading import load
+from rollover.run.building import build_config
 from tests.runs import Cue
 from tests.speed import within
 from tests.swarm.chaos.disks import small_disk
@@ -116,7 +116,7 @@ async def survive(case: Case, folder: Path, *, speeds: Mapping[str, float] = SPE
         except Exception as error:
             error.add_note(f"in {folder}, case {case}, after {stage.toll}")
             raise
-        bound = load(str(folder / "swarm.toml"), case.settings).rollout.staleness_bound
+        bound = build_config(str(folder / "swarm.toml"), case.settings).rollout.staleness_bound
         held = check_laws(stage.run, case.steps, bound, stage.proxy.record)
         check_members(stage.proxy.record)
         trained = sampled(stage.run)

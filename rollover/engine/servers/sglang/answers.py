@@ -42,7 +42,7 @@ class SGLangServerInfo(Answer):
     lora_target_modules: list[str] | None = None
 
 
-class SchedulerLoad(Answer):
+class RankCalls(Answer):
     """The calls of one data-parallel rank.
 
     Example: ``{"num_running_reqs": 12, "num_waiting_reqs": 3}``.
@@ -52,13 +52,13 @@ class SchedulerLoad(Answer):
     num_waiting_reqs: Count
 
 
-class SchedulerLoads(Answer):
+class CallCounts(Answer):
     """The calls of all ranks.
 
     Example: ``{"loads": [{"num_running_reqs": 12, "num_waiting_reqs": 3}]}``: 15 calls.
     """
 
-    loads: list[SchedulerLoad]
+    loads: list[RankCalls]
 
 
 class UpdateOutcome(Answer):

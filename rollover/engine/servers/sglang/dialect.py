@@ -26,7 +26,7 @@ from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
-from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
+from rollover.engine.servers.sglang.answers import CallCounts, Generation, ModelInfo, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
@@ -223,7 +223,7 @@ class SGLangDialect(NamedCalls):
 
     async def num_calls(self) -> int:
         """See ``Dialect.num_calls``; of all ranks."""
-        answer = await self._client.ask(SchedulerLoads, "GET", "/v1/loads", params={"include": "core"})
+        answer = await self._client.ask(CallCounts, "GET", "/v1/loads", params={"include": "core"})
         return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in answer.loads)
 
     async def freeze(self, *, keeps_kv: bool) -> None:

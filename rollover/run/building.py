@@ -32,7 +32,7 @@ class SettingsLayer:
     settings: Mapping[str, Any]
 
 
-def load(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer | None = None) -> RunConfig:
+def build_config(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer | None = None) -> RunConfig:
     """Load a TOML file or a packaged experiment, with ``--section.key value`` overrides applied.
 
     A file may begin with ``extends = "..."``, another file (relative to its own folder) or a packaged experiment, and
@@ -44,7 +44,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer
     Raises ``ConfigError`` listing every mistake with its line.
 
     Examples:
-        >>> load("quickstart", ["--steps", "5"]).steps
+        >>> build_config("quickstart", ["--steps", "5"]).steps
         5
     """
     document = _read(find(config), str(config), ())

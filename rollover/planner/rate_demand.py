@@ -1,4 +1,4 @@
-"""The load that training at a given rate puts on replicas, trainers and limits.
+"""The demand that training at a given rate puts on replicas, trainers and limits.
 
 Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
 is given, both are. So is the tail: a kind may be used or may not. A problem can be done at some rates, from zero up to
@@ -24,7 +24,7 @@ USABLE = 1e-3
 _ROUNDING = 1e-9
 
 
-class RateLoad:
+class RateDemand:
     """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), training plans (P) and types (G)."""
 
     def __init__(self, problem: Problem, rate: float) -> None:

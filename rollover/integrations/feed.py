@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import BatchTrained, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import ledger_metrics
-from rollover.rollout.scheduler import Source
+from rollover.rollout.scheduler import GroupRules, Source
 from rollover.rollout.scorer import Scorer
 from rollover.rollout.state import RolloutState
 from rollover.types import Trajectory
@@ -84,8 +84,8 @@ class FeedParts:
     scorer: Scorer
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
-    keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True
-    """True if a group with these rewards is worth training; only a scorer that knows rewards can tell."""
+    rules: GroupRules | None = None
+    """The rules for groups; rules about rewards need a scorer that knows rewards."""
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[FeedParts]]
@@ -374,7 +374,7 @@ class Feed:
                 state=state,
                 journal=journal,
                 limits=Limits.from_config(self._rollout),
-                keep_group=parts.keep_group,
+                rules=parts.rules,
                 observer=self._observer,
             )
             stack.push_async_callback(driver.stop)

@@ -35,10 +35,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
 
 from rollover.batch import Batch
 from rollover.clock import Clock, SystemClock
@@ -52,14 +51,13 @@ from rollover.rollout.events import Event
 from rollover.rollout.generation import SampleCall
 from rollover.rollout.journal import Journal
 from rollover.rollout.places import EnginePlaces
-from rollover.rollout.records import SampleRecord
 from rollover.rollout.retries import Retries
-from rollover.rollout.scheduler import Scheduler, Source
+from rollover.rollout.scheduler import GroupRules, Scheduler, Source
 from rollover.rollout.scorer import Scorer, compares_siblings
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
 from rollover.rollout.writer import EventWriter
-from rollover.types import Prompt, SampleId, SamplingParams
+from rollover.types import SampleId, SamplingParams
 
 
 class RolloutDriver:
@@ -77,11 +75,6 @@ class RolloutDriver:
     Args:
         environment: acts between the turns of episodes; left out if there are none.
         clock: when left out, the machine's, which continues where the journal ends.
-        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
-        compared: what ``keep_group`` gets of a sample: its reward when left out.
-        passes_over: whether a prompt of the source is left out.
-        shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
-            compares.
         observer: called after each event, when the ledger has already applied it.
         lockstep: see the module's docstring.
         placement: where calls are placed, if the members of the engine come and go and each changes its weights at its
@@ -102,10 +95,7 @@ class RolloutDriver:
         state: RolloutState,
         journal: Journal | None = None,
         limits: Limits | None = None,
-        keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True,
-        compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward,
-        passes_over: Callable[[Prompt], bool] = lambda prompt: False,
-        shaping: Callable[[int], float] = lambda num_tokens: 0.0,
+        rules: GroupRules | None = None,
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
         placement: CallPlacement | None = None,
@@ -124,10 +114,7 @@ class RolloutDriver:
             if placement is None
             else EnginePlaces(placement, state.ledger, sampling, strategy.max_staleness),
             limits=limits,
-            keep_group=keep_group,
-            shaping=shaping,
-            compared=compared,
-            passes_over=passes_over,
+            rules=rules,
             compares_siblings=partial(compares_siblings, scorer),
             emit=self._emit,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
 from typing import Any, Protocol
@@ -60,6 +61,23 @@ class EachSample:
 
     def prompt(self, index: int) -> Prompt:
         return self._source.prompt(index // self._num_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """The rules by which prompts are passed over and groups are compared; by default, every group is trained.
+
+    Example: ``GroupRules(keep_group=lambda rewards: len(set(rewards)) > 1)`` is dynamic sampling.
+    """
+
+    keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True
+    """Returns whether a group with these rewards is worth training."""
+    compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward
+    """Returns what ``keep_group`` gets of a sample."""
+    shaping: Callable[[int], float] = lambda num_tokens: 0.0
+    """Returns what the algorithm adds to the reward of a response with this number of tokens before it compares."""
+    passes_over: Callable[[Prompt], bool] = lambda prompt: False
+    """Returns whether a prompt of the source is left out."""
 
 
 class SamplePlacement(Protocol):
@@ -132,12 +150,7 @@ class Scheduler:
         state: the ledger and the statistics; nothing else may apply events to them while the scheduler works.
         max_running: samples the engine decodes at the same time.
         placement: where samples are placed, if the members of the engine come and go; ``max_running`` is then ignored.
-        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
-        shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
-            compares.
-        compared: what ``keep_group`` gets of a sample: its reward when left out.
         compares_siblings: whether the samples of a group of this source are scored together, once each has ended.
-        passes_over: whether a prompt of the source is left out.
         emit: called with each event once the ledger has applied it.
     """
 
@@ -151,11 +164,8 @@ class Scheduler:
         limits: Limits | None = None,
         placement: SamplePlacement | None = None,
         emit: Callable[[Event], None] = lambda event: None,
-        keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True,
-        shaping: Callable[[int], float] = lambda num_tokens: 0.0,
+        rules: GroupRules | None = None,
         compares_siblings: Callable[[str], bool] = lambda source: False,
-        passes_over: Callable[[Prompt], bool] = lambda prompt: False,
-        compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward,
     ) -> None:
         self.ledger = state.ledger
         self._state = state
@@ -168,11 +178,8 @@ class Scheduler:
         self._max_running = max_running
         self._placement = placement
         self._limits = limits or Limits()
-        self._keep_group = keep_group
-        self._shaping = shaping
+        self._rules = rules or GroupRules()
         self._compares_siblings = compares_siblings
-        self._compared = compared
-        self._passes_over = passes_over
         self._emit = emit
         self._num_failed_in_a_row = 0
         self._num_dropped_in_a_row = self._num_hopeless_in_a_row = 0
@@ -296,7 +303,7 @@ class Scheduler:
             prompt, cursor = ledger.returned[0], ledger.cursor
         else:
             cursor = ledger.cursor
-            while self._passes_over(prompt := self._source.prompt(cursor)):
+            while self._rules.passes_over(prompt := self._source.prompt(cursor)):
                 cursor += 1
             cursor += 1
         self.record(
@@ -345,7 +352,7 @@ class Scheduler:
             self.failed(sample_id, f"its reward is {reward}: not a finite number within {MAX_REWARD:g}", now_s)
             return
         self._num_failed_in_a_row = 0
-        shaping = self._shaping(self.ledger.sample(sample_id).num_tokens)
+        shaping = self._rules.shaping(self.ledger.sample(sample_id).num_tokens)
         if isinstance(reward, Score):
             event = SampleScored(now_s, sample_id, float(reward), shaping, reward.components, reward.solved)
         else:
@@ -389,7 +396,7 @@ class Scheduler:
             causes = {sample.cause for sample in group.samples}
             cause = WasteCause.FAILED if WasteCause.FAILED in causes else WasteCause.NO_REWARD
             self._num_hopeless_in_a_row += 1
-        elif self._keep_group([self._compared(s) for s in group.samples if s.reward is not None]):
+        elif self._rules.keep_group([self._rules.compared(s) for s in group.samples if s.reward is not None]):
             self._num_dropped_in_a_row = self._num_hopeless_in_a_row = 0
             return
         else:

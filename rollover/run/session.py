@@ -29,7 +29,7 @@ from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import Event
 from rollover.rollout.journal import Journal, read_events, restart
-from rollover.rollout.scheduler import EachSample
+from rollover.rollout.scheduler import EachSample, GroupRules
 from rollover.rollout.state import RolloutState
 from rollover.run.best import Scores
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
@@ -278,6 +278,12 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
             curriculum.apply(event)
         observe(event)
 
+    rules = GroupRules(
+        keep_group=algorithm.keeps_group,
+        compared=lambda sample: algorithm.compared(sample.prompt.source, sample.reward or 0.0, sample.components),
+        shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
+        **({} if curriculum is None else {"passes_over": curriculum.passes_over}),
+    )
     return RolloutDriver(
         engine=engine,
         strategy=rollout.build_strategy(engine.capabilities),
@@ -290,10 +296,7 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
         state=parts.state,
         journal=parts.journal,
         limits=Limits.from_config(rollout),
-        keep_group=algorithm.keeps_group,
-        compared=lambda sample: algorithm.compared(sample.prompt.source, sample.reward or 0.0, sample.components),
-        **({} if curriculum is None else {"passes_over": curriculum.passes_over}),
-        shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
+        rules=rules,
         observer=watch,
         lockstep=config.deterministic,
         placement=parts.engine.placement,

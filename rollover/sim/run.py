@@ -20,7 +20,7 @@ from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import GroupRules, Scheduler
 from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.sim.dispatch import ReplicaPool
@@ -115,7 +115,7 @@ def simulate(
         state=state,
         max_running=scenario.max_running,
         limits=limits or Limits(),
-        keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
+        rules=GroupRules(keep_group=_has_signal) if scenario.filter_zero_signal else None,
         emit=observer or (lambda event: None),
     )
     with rare_collections(NEW_OBJECTS):

@@ -20,7 +20,7 @@ from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import EachSample
+from rollover.rollout.scheduler import EachSample, GroupRules
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
@@ -235,8 +235,7 @@ def make_rig(
         state=state,
         journal=journal,
         limits=limits,
-        keep_group=keep_group,
-        shaping=shaping,
+        rules=GroupRules(keep_group=keep_group, shaping=shaping),
         observer=watch,
         lockstep=lockstep,
         placement=placement,

@@ -17,7 +17,7 @@ from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.reward_history import RewardHistory
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import GroupRules, Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Prompt, Segment
 from tests.rollout.kit import Prompts, play, strategy_of
@@ -151,7 +151,7 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
         state=state,
         max_running=1,
         limits=Limits(),
-        shaping=partial(algorithm.overlong_punishment, 100),
+        rules=GroupRules(shaping=partial(algorithm.overlong_punishment, 100)),
     )
     scheduler.begin_round()
     for _ in range(12):

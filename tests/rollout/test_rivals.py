@@ -13,7 +13,7 @@ from rollover.batch import WasteCause
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import GroupRules, Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import SampleId
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
@@ -37,7 +37,7 @@ class Shop:
             state=self.state,
             max_running=places,
             limits=Limits(),
-            keep_group=lambda rewards: rng.random() >= filtered,
+            rules=GroupRules(keep_group=lambda rewards: rng.random() >= filtered),
             emit=self.check,
         )
 

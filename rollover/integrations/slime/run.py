@@ -45,6 +45,7 @@ from rollover.integrations.slime.settings import SlimeSettings, learns_from_stal
 from rollover.integrations.slime.source import GivesGroups, SlimeSource
 from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
+from rollover.rollout.scheduler import GroupRules
 from rollover.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -187,13 +188,12 @@ class SlimeRun:
         self._servers = LentServers(config, model, self._clock, num_workers=num_workers)
         check_capabilities(self._settings.hosted, self._servers.capabilities)
         try:
-            keep = _has_signal if zero_signal_filter(args, self._host) else _any_group
             yield FeedParts(
                 engine=self._servers,
                 source=self._source,
                 scorer=self._scorer,
                 stop_token_ids=self._stops,
-                keep_group=keep,
+                rules=GroupRules(keep_group=_has_signal) if zero_signal_filter(args, self._host) else None,
             )
         finally:
             await self._servers.close()
@@ -261,7 +261,3 @@ def _facts(args: Namespace) -> dict[str, Any]:
 
 def _has_signal(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) > 0
-
-
-def _any_group(rewards: Sequence[float]) -> bool:
-    return True

@@ -39,9 +39,7 @@ def status(*workers: WorkerStatus, **changes: Any) -> SwarmStatus:
     return SwarmStatus(**{**known, **changes}, workers=workers)
 
 
-def made(
-    version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int, changed_fraction: float | None = None
-) -> PublishedWeights:
+def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int) -> PublishedWeights:
     return PublishedWeights(
         version=version,
         manifest="9c1e",
@@ -51,7 +49,6 @@ def made(
         wire_bytes=wire_bytes,
         full_bytes=full_bytes,
         elapsed_s=0.4,
-        changed_fraction=changed_fraction,
     )
 
 
@@ -124,7 +121,7 @@ def test_the_metrics_are_those_of_the_state() -> None:
             worker("old", state="sent away", num_held=0, tokens_per_s=0.0),
             convergence_s=5.5,
             counters={"fenced": 2, "out_of_order": 9, "late_accepted": 1},
-            publications=(made(8, "delta", "", 81, 9437, changed_fraction=0.02),),
+            publications=(made(8, "delta", "", 81, 9437),),
             metrics={"staleness/mean": 0.25, "staleness/max": 1.0, "rollout/wasted_tokens/failed": 12.0},
         )
     )
@@ -143,7 +140,6 @@ def test_the_metrics_are_those_of_the_state() -> None:
         ("worker_wire_bytes", "laptop"): 81264,
         ("worker_tokens_per_s", "old"): 0.0,
         ("convergence_s",): 5.5,
-        ("publication_changed_fraction", "delta"): 0.02,
         ("late_accepted_total",): 1,
         ("fenced_total",): 2,
         ("metrics", "staleness/mean"): 0.25,

@@ -16,7 +16,7 @@ from rollover.swarm.wire.messages import Serving
 from tests.swarm.kit import VOCAB, ModelWorker, head
 
 
-def publication(version: int, wire_bytes: int = 100, changed_fraction: float | None = None) -> PublishedWeights:
+def publication(version: int, wire_bytes: int = 100) -> PublishedWeights:
     return PublishedWeights(
         version=version,
         manifest=head(version).manifest,
@@ -25,7 +25,6 @@ def publication(version: int, wire_bytes: int = 100, changed_fraction: float | N
         wire_bytes=wire_bytes,
         full_bytes=4000,
         elapsed_s=0.5,
-        changed_fraction=changed_fraction,
     )
 
 
@@ -40,27 +39,24 @@ def test_each_publication_and_each_change_is_a_line(tmp_path: Path) -> None:
     log.published(publication(7))
     log.changed("laptop", serving(7, prepare_s=2.0))
     log.changed("phone", serving(6))  # a publication of an earlier process
-    log.published(publication(8, changed_fraction=0.25))
-    first, second, third, fourth = map(json.loads, (tmp_path / "weights.jsonl").read_text().splitlines())
+    first, second, third = map(json.loads, (tmp_path / "weights.jsonl").read_text().splitlines())
     assert [first[key] for key in ("record", "version", "kind", "wire_bytes")] == ["publication", 7, "delta", 100]
     assert [second[key] for key in ("record", "member", "version", "prepare_s")] == ["change", "laptop", 7, 2.0]
     assert 0 <= second["after_s"] < 60
-    assert third["after_s"] is None and first["changed_fraction"] is None
-    assert fourth["changed_fraction"] == 0.25
+    assert third["after_s"] is None
 
 
 def test_metrics_are_of_what_came_since_the_last_ones() -> None:
     log = WeightLog()
     assert log.take_metrics() == {}
     log.published(publication(6, wire_bytes=0))
-    log.published(publication(7, wire_bytes=300, changed_fraction=0.02))
+    log.published(publication(7, wire_bytes=300))
     log.changed("laptop", serving(7, prepare_s=1.0, pause_s=0.1, wire_bytes=300))
     log.changed("phone", serving(7, prepare_s=3.0, pause_s=0.5, wire_bytes=400))
     found = log.take_metrics()
     assert 0 <= found.pop("swarm/convergence_s") < 60
     assert found == {
         "swarm/published_bytes": 300,
-        "swarm/changed_fraction": 0.02,
         "swarm/changes": 2,
         "swarm/wire_bytes": 700,
         "swarm/prepare_s": 2.0,

@@ -38,9 +38,6 @@ class PublishedWeights:
     """The size of all tensors, uncompressed."""
     elapsed_s: float
     """Time that writing it took."""
-    changed_fraction: float | None = None
-    """Share of all elements that are different from the version before, as they are served; ``None`` if there is no
-    version to compare with."""
     time_s: float = field(default_factory=time.time)
     """Seconds since 1970, when it could be fetched."""
 

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
-from rollover.swarm.publication.delta import Bytes, changed_fraction, encode
+from rollover.swarm.publication.delta import Bytes, encode
 from rollover.swarm.publication.keys import open_key, secret_of
 from rollover.swarm.publication.manifest import (
     FILE_NAME,
@@ -149,10 +149,6 @@ class SwarmPublisher:
             body = self._write(specs, new)
             assert body is not None
         manifest, head = self._commit_manifest(source.manifest.version, *body, base=newest)
-        elapsed_s = time.perf_counter() - started_s
-        fraction = None
-        if self._base is not None:
-            fraction = changed_fraction(self._base, new, {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs})
         published = PublishedWeights(
             version=head.version,
             manifest=head.manifest,
@@ -160,8 +156,7 @@ class SwarmPublisher:
             reason=reason,
             wire_bytes=manifest.wire_bytes,
             full_bytes=sum(content.nbytes for content in new.values()),
-            elapsed_s=elapsed_s,
-            changed_fraction=fraction,
+            elapsed_s=time.perf_counter() - started_s,
         )
         return published, new
 

@@ -173,8 +173,6 @@ class WeightLog:
         changes = [record for record in records if isinstance(record, MemberChange)]
         publications = [record for record in records if isinstance(record, PublishedWeights)]
         metrics = {"swarm/published_bytes": float(sum(p.wire_bytes for p in publications))} if publications else {}
-        if fractions := [p.changed_fraction for p in publications if p.changed_fraction is not None]:
-            metrics["swarm/changed_fraction"] = statistics.fmean(fractions)
         if not changes:
             return metrics
         after_s = [change.after_s for change in changes if change.after_s is not None]

@@ -133,8 +133,8 @@ def checked_forms(
     import ray
 
     forms = engine_forms(cluster, engine)
-    nodes = [node.resources for node in alive_nodes(ray)]
-    device = "GPU" if any(node.get("GPU") for node in nodes) else "CPU"
+    nodes = alive_nodes(ray)
+    device = "GPU" if any(node.resources.get("GPU") for node in nodes) else "CPU"
     wanted = [Wanted(name=f"engine-{n}", resources=form.bundle(device)) for n, form in enumerate(forms)]
     if (problem := refusal([*beside, *wanted], nodes)) is not None:
         raise ConfigError(f"cluster.engines: {problem}")

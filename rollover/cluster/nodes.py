@@ -84,10 +84,7 @@ def alive_nodes(ray: Any) -> list[ClusterNode]:
 def check_placeable(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> None:
     """Raise ``ConfigError`` when the nodes could not take all bundles even with nothing else on them."""
     if (room := room_for(demand, nodes)) < demand.count:
-        raise ConfigError(
-            f"{demand} ({demand.keys}), but the nodes of the Ray cluster have room for {room}: {described(nodes)}; add"
-            " nodes, or lower these settings"
-        )
+        raise ConfigError(f"{demand} ({demand.keys}), {_no_room(room, demand.count, nodes)}")
 
 
 def room_for(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> int:
@@ -210,27 +207,20 @@ def fits(resources: Resources, node: Resources) -> bool:
     return all(node.get(key, 0.0) + _ROUNDING >= amount for key, amount in resources.items())
 
 
-def refusal(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> str | None:
-    """Say why something can never be placed on these nodes; ``None`` if all of it can.
+def refusal(wanted: Sequence[Wanted], nodes: Sequence[ClusterNode]) -> str | None:
+    """Say what can never be placed on these nodes; ``None`` if all of it can.
 
-    Example: ``"engine-0 needs GPU 2, h20 1 on one node, but no node of the cluster has that much; its nodes have: CPU
-    8, GPU 1"``.
+    Example: ``"engine-0 needs GPU 2, but the nodes of the Ray cluster have room for 0 of 1: node 10.0.0.1 has CPU 8,
+    GPU 1; add nodes, or lower these settings"``.
     """
-    failed = unplaced(wanted, nodes)
-    if not failed:
-        return None
-    has = "; ".join(dict.fromkeys(written(_own(node)) for node in nodes)) or "no node is alive"
-    for each in failed:
-        if not any(fits(each.resources, node) for node in nodes):
-            return (
-                f"{each.name} needs {written(each.resources)} on one node, but no node of the cluster has that much;"
-                f" its nodes have: {has}"
-            )
-    names = ", ".join(each.name for each in failed)
-    return (
-        f"the nodes of the cluster have no room for {names} beside the others, {len(wanted)} in all"
-        f" ({written(failed[0].resources)} for {failed[0].name}); its nodes have: {has}"
-    )
+    failed = unplaced(wanted, [node.resources for node in nodes])
+    needs = ", ".join(f"{each.name} needs {written(each.resources)}" for each in failed)
+    return f"{needs}, {_no_room(len(wanted) - len(failed), len(wanted), nodes)}" if failed else None
+
+
+def _no_room(num_placed: int, num_wanted: int, nodes: Sequence[ClusterNode]) -> str:
+    room = f"the nodes of the Ray cluster have room for {num_placed} of {num_wanted}"
+    return f"but {room}: {described(nodes)}; add nodes, or lower these settings"
 
 
 # -- taking ----------------------------------------------------------------------------------------------------

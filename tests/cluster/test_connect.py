@@ -43,8 +43,8 @@ def test_what_could_ever_be_placed_is_counted_by_node(bundle: dict[str, float], 
             NodeDemand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room + 1), NODES
         )
     assert (
-        f"the nodes of the Ray cluster have room for {room}: node 10.0.0.1 has CPU 16, GPU 8, h100 8; node 10.0.0.2 has CPU 3"
-        in (str(raised.value))
+        f"the nodes of the Ray cluster have room for {room} of {room + 1}: node 10.0.0.1 has CPU 16, GPU 8, h100 8;"
+        " node 10.0.0.2 has CPU 3" in str(raised.value)
     )
 
 

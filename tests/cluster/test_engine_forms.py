@@ -8,7 +8,7 @@ import pytest
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engines import described, engine_forms
-from rollover.cluster.nodes import Wanted, refusal, unplaced
+from rollover.cluster.nodes import ClusterNode, Wanted, refusal, unplaced
 from rollover.engine.servers.config import num_devices
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
@@ -81,16 +81,17 @@ def test_large_ones_are_placed_first_and_each_where_it_leaves_least(
 
 
 def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
-    nodes = [{"GPU": 2.0, "CPU": 8.0, "memory": 1e9, "node:10.0.0.1": 1.0}, {"CPU": 4.0}]
+    full = {"GPU": 2.0, "CPU": 8.0, "memory": 1e9, "node:10.0.0.1": 1.0}
+    nodes = [
+        ClusterNode(node_id=address, address=address, resources=resources)
+        for address, resources in (("10.0.0.1", full), ("10.0.0.2", {"CPU": 4.0}))
+    ]
+    there = "node 10.0.0.1 has CPU 8, GPU 2; node 10.0.0.2 has CPU 4; add nodes, or lower these settings"
     assert refusal(wanted(1, 1), nodes) is None
-    assert refusal(wanted(4), nodes) == (
-        "engine-0 needs GPU 4 on one node, but no node of the cluster has that much; its nodes have: CPU 8, GPU 2;"
-        " CPU 4"
-    )
-    assert refusal(wanted(2, 1), nodes) == (
-        "the nodes of the cluster have no room for engine-1 beside the others, 2 in all (GPU 1 for engine-1); its nodes"
-        " have: CPU 8, GPU 2; CPU 4"
-    )
+    for gpus, failed in (((4,), "engine-0 needs GPU 4"), ((2, 1), "engine-1 needs GPU 1")):
+        placed = f"{len(gpus) - 1} of {len(gpus)}"
+        said = f"{failed}, but the nodes of the Ray cluster have room for {placed}: {there}"
+        assert refusal(wanted(*gpus), nodes) == said
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # install NAME REQUIREMENT: the wheel into the environment in $work/NAME
-# (modules are compiled when they are imported)
 install() {
-    "$work/$1/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$root/constraints.txt" "$2"
+    "$work/$1/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt" "$2"
 }
 
 # refused EXTRA COMMAND...: the command must end with code 2 and say how to install what it needs

@@ -259,33 +259,20 @@ def no_room(
     workload: WorkloadSpec,
     act: str,
 ) -> str:
-    """Say how much memory each device type would need and how much it has, if the model fits nowhere."""
+    """Say how much memory each device type would need, in the shape that needs least, and how much it has."""
     lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
     for device in stock:
-        needs, shape = _least_bytes(device, node_sizes[device.name], model, workload, act)
-        has = device.efficiency.memory * device.hbm_bytes
+        needs, has = {}, device.efficiency.memory * device.hbm_bytes
+        for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES if act == "train" else MAX_REPLICA_STAGES):
+            if dp := min(_copies(tp, pp, device, node_sizes[device.name]), workload.batch_size):
+                part = TrainingPart(device=device.name, dp=dp, tp=tp, pp=pp, sharded=True, recompute=True, share=1.0)
+                engine = replica_costs(model, workload, device, tp, pp)
+                left = engine.kv_room - engine.kv_bytes_per_token * longest_tokens(workload)
+                trains = trainer_costs(model, workload, device, part).memory_bytes
+                needs[f"tp {tp} x pp {pp}"] = trains if act == "train" else has - left / (tp * pp)
         lines.append(
-            f"  {device.name}: {needs / 2**30:.1f} GiB per device needed even with {shape}, "
-            f"{has / 2**30:.1f} of {device.hbm_bytes / 2**30:.1f} GiB usable"
+            f"  {device.name}: {min(needs.values()) / 2**30:.1f} GiB per device needed even with"
+            f" {min(needs, key=needs.__getitem__)}, {has / 2**30:.1f} of {device.hbm_bytes / 2**30:.1f} GiB usable"
         )
     lines.append("add devices of one type, or use devices with more memory, a smaller model or shorter responses")
     return "\n".join(lines)
-
-
-def _least_bytes(
-    device: Device, node_sizes: Sequence[int], model: ModelShape, workload: WorkloadSpec, act: str
-) -> tuple[float, str]:
-    """Return what a device needs in the shape that needs least: of a trainer, or for the weights and the longest
-    sample's KV cache of a replica."""
-    found = []
-    for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES if act == "train" else MAX_REPLICA_STAGES):
-        dp = min(_copies(tp, pp, device, node_sizes), workload.batch_size)
-        if dp and act == "train":
-            part = TrainingPart(device=device.name, dp=dp, tp=tp, pp=pp, sharded=True, recompute=True, share=1.0)
-            needs = trainer_costs(model, workload, device, part).memory_bytes
-            found.append((needs, f"dp {dp} x tp {tp} x pp {pp}, sharded and recomputing"))
-        elif dp:
-            room = replica_costs(model, workload, device, tp, pp).kv_bytes_per_token * longest_tokens(workload)
-            needs = (workload.rollout_weight_bytes * model.parameters + room) / (tp * pp)
-            found.append((needs, f"tp {tp} x pp {pp}"))
-    return min(found)

@@ -154,10 +154,7 @@ class Drift(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """The result of one training step.
-
-    Example: ``TrainedStep(metrics={"loss": -0.002}, untrained={WasteCause.ZERO_ADVANTAGE: 512})``
-    """
+    """The result of one training step."""
 
     metrics: Mapping[str, float]
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)

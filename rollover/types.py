@@ -448,10 +448,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """The adapters that engines must have room for.
-
-    Example: ``AdapterShape(rank=16, targets=("q_proj", "v_proj"))``
-    """
+    """The adapters that engines must have room for."""
 
     rank: int
     targets: tuple[str, ...]

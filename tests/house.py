@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args, get_type_hints
 
-from rollover.run.config import RunConfig
+from rollover import PUBLIC_MODULES
 
 ROOT = Path(__file__).parent.parent
 BUDGETS = ROOT / "budgets.toml"
@@ -29,7 +28,6 @@ MAX_TEST_NAME = 70
 """Characters of a test's name."""
 FRAGMENTS = {"As", "How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Whose", "Why"}
 """First words of a docstring that is no sentence."""
-RECORD_BASES = frozenset({"Struct", "NamedTuple", "Enum", "StrEnum", "IntEnum", "BaseModel", "TypedDict"})
 
 Findings = Iterator[str]
 
@@ -93,45 +91,13 @@ def descriptions_of_fields(module: Module) -> Findings:
 
 
 def examples(modules: list[Module]) -> Findings:
-    """Public records and protocols show an example, but for sections of the config, which have a page of their own."""
-    classes = {
-        node.name: (module, node) for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)
-    }
-
-    def names(expressions: list[ast.expr]) -> set[str]:
-        """Return the last part of each name: ``Struct`` for ``msgspec.Struct``."""
-        return {re.split(r"[(\[]", ast.unparse(each))[0].rpartition(".")[2] for each in expressions}
-
-    def is_record(node: ast.ClassDef) -> bool:
-        parents = names(node.bases)
-        inherited = (classes[name][1] for name in parents & {*classes} - {node.name})
-        return bool(RECORD_BASES & parents) or any(is_record(parent) for parent in inherited)
-
-    for name, (module, node) in classes.items():
-        needed = "dataclass" in names(node.decorator_list) or "Protocol" in names(node.bases) or is_record(node)
-        if not needed or name.startswith("_") or name in _sections_of_the_config():
-            continue
-        if not re.search(r"\bExamples?:.*(``|>>>|\d)", ast.get_docstring(node) or "", re.DOTALL):
-            yield f"{module.at(node.lineno)}: {name} is a public record or protocol: add an `Example:` with values"
-
-
-@functools.cache
-def _sections_of_the_config() -> frozenset[str]:
-    """Return the classes that docs/configuration.md describes setting by setting, and their base classes."""
-    found: set[str] = set()
-
-    def enter(hint: object) -> None:
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint.__name__ not in found:
-            found.update(base.__name__ for base in hint.__mro__ if dataclasses.is_dataclass(base))
-            hints = get_type_hints(hint)
-            inner = [hints[field.name] for field in dataclasses.fields(hint)]
-        else:
-            inner = [*get_args(hint)]
-        for part in inner:
-            enter(part)
-
-    enter(RunConfig)
-    return frozenset(found)
+    """The classes of the public door show an example; other records do if it says more than their fields."""
+    for module in modules:
+        for node in module.nodes:
+            if not isinstance(node, ast.ClassDef) or node.name not in PUBLIC_MODULES:
+                continue
+            if not re.search(r"\bExamples?:.*(``|>>>|\d)", ast.get_docstring(node) or "", re.DOTALL):
+                yield f"{module.at(node.lineno)}: {node.name} is public: add an `Example:` with values"
 
 
 # -- names, pages and folders -------------------------------------------------------------------------------------

@@ -44,11 +44,7 @@ _ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTerms:
-    """Holds the settings that all engine servers of a run share.
-
-    Example: ``EngineTerms(prefix="rollover-r1", placement_timeout_s=60.0, logs=Path("logs"),
-    shared=((SharedFiles.of_model(folder), "put the model on a shared disk"),))``.
-    """
+    """Holds the settings that all engine servers of a run share."""
 
     prefix: str
     """Prefix of the names of keepers, which distinguishes this run's from the keepers of others."""

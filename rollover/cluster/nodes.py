@@ -32,10 +32,7 @@ class NotPlaced(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node of the cluster with all that it has, be it free or not.
-
-    Example: ``ClusterNode(node_id="ab12", address="10.0.0.2", resources={"CPU": 16.0, "GPU": 8.0, "h100": 8.0})``
-    """
+    """A node of the cluster with all that it has, be it free or not."""
 
     node_id: str
     """Ray's own name."""
@@ -46,10 +43,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDemand:
-    """Equal bundles of resources, each of which has to lie on one node.
-
-    Example: ``NodeDemand(what="the trainer", keys="trainer.num_devices", bundle={"GPU": 1.0}, count=8)``
-    """
+    """Equal bundles of resources, each of which has to lie on one node."""
 
     what: str
     """The part of the run that needs them, for messages."""
@@ -176,10 +170,7 @@ def _own(node: Resources) -> Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Something that takes a place on one node.
-
-    Example: ``Wanted(name="engine-0", resources={"GPU": 2.0, "h20": 1.0})``.
-    """
+    """Something that takes a place on one node."""
 
     name: str
     resources: Resources

@@ -28,10 +28,7 @@ def _ignore(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The surroundings in which an engine is opened.
-
-    Example: ``EngineSetup(folder=Path("qwen3-0.6b"), run="sums-1f3a", root=Path("runs/sums"), clock=SystemClock())``
-    """
+    """The surroundings in which an engine is opened."""
 
     folder: Path
     """The model that it serves as version 0."""
@@ -88,10 +85,7 @@ class OpenedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts of a run that a kind of engine checks before anything is opened.
-
-    Example: ``EngineFacts(read_model=lambda: architecture, longest_tokens=1536)``
-    """
+    """The facts of a run that a kind of engine checks before anything is opened."""
 
     read_model: Callable[[], Architecture]
     """Reads the model's shape; called only if the shape matters."""
@@ -114,10 +108,7 @@ def no_notes(config: EngineConfig, facts: EngineFacts) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """A kind of engine. The functions import what they need when they run.
-
-    Example: ``EngineKind(config=EmbeddedConfig, open=_open, preflight=_preflight)``
-    """
+    """A kind of engine. The functions import what they need when they run."""
 
     config: type[EngineConfig]
     open: Callable[[Any, EngineSetup], Awaitable[OpenedEngine]]

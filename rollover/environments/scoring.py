@@ -28,10 +28,7 @@ _ERRORS: dict[Failure, type[RewardError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringResult:
-    """Holds the values of one or several responses, or the reason why there are none.
-
-    Example: ``ScoringResult(failure="raised", reason="KeyError: 'answer' (mine.py, line 7)")``.
-    """
+    """Holds the values of one or several responses, or the reason why there are none."""
 
     values: Sequence[RewardValue] = ()
     failure: Failure | None = None

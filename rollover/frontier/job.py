@@ -37,10 +37,7 @@ _WARMUP_SHARE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRequest:
-    """Options of ``rollover simulate``; ``None`` means not given.
-
-    Example: ``StudyRequest(workload="r1-16k", lag_budgets=(0.5, 1.0))``.
-    """
+    """Options of ``rollover simulate``; ``None`` means not given."""
 
     workload: str | None = None
     run: Path | None = None

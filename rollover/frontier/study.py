@@ -141,10 +141,7 @@ def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setu
 
 
 class Bench:
-    """Runs trials over all seeds and pairs them with those of the first setting.
-
-    Example: ``Bench(setup, Length(steps=24, warmup=8), 1, map, progress).points("settings", [sync, april])``.
-    """
+    """Runs trials over all seeds and pairs them with those of the first setting."""
 
     def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
         self.setup = setup

@@ -32,10 +32,7 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The traits by which the models of one ``model_type`` differ from Llama. A new family is a row of ``FAMILIES``.
-
-    Example: ``Family(model_class="Qwen3ForCausalLM", qk_norm="head")``
-    """
+    """The traits by which the models of one ``model_type`` differ from Llama. A new family is a row of ``FAMILIES``."""
 
     model_class: str
     """The class in transformers."""

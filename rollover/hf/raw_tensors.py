@@ -26,10 +26,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawTensor:
-    """The bytes of a tensor, which are never written to.
-
-    Example: ``RawTensor(shape=(896,), dtype="bfloat16", content=np.zeros(1792, np.uint8))``
-    """
+    """The bytes of a tensor, which are never written to."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -31,10 +31,7 @@ _MAX_HEADER_BYTES = 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Shape, number format and place of one tensor in a safetensors file.
-
-    Example: ``TensorInfo(shape=(896,), dtype="bfloat16", start=4096, num_bytes=1792, file=Path("model.safetensors"))``.
-    """
+    """Shape, number format and place of one tensor in a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str

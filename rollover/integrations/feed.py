@@ -73,10 +73,7 @@ class ScoredByHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedParts:
-    """The parts that a host brings, open on the event loop of the feed.
-
-    Example: ``FeedParts(engine=engine, source=rows, scorer=ScoredByHost(), stop_token_ids=(2,))``
-    """
+    """The parts that a host brings, open on the event loop of the feed."""
 
     engine: Engine
     source: Source

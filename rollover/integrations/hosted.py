@@ -59,10 +59,7 @@ class HostedConfig:
 
 
 class Given(NamedTuple):
-    """A setting that the host has decided.
-
-    Example: ``Given(0.9, "GRPOConfig.temperature")``
-    """
+    """A setting that the host has decided."""
 
     value: Any
     by: str

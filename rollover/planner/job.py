@@ -43,10 +43,7 @@ DEFAULT_WORKLOAD = "math-16k"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Options of ``rollover plan``; ``None`` means not given.
-
-    Example: ``PlanRequest(fleet="h800-h20", model="Qwen/Qwen3-8B", max_staleness=2)``.
-    """
+    """Options of ``rollover plan``; ``None`` means not given."""
 
     fleet: str
     """A fleet file, or the name of a packaged example."""

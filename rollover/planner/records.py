@@ -18,10 +18,7 @@ MAX_DEVICES = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the fleet.
-
-    Example: ``Node(name="b-0", device=h20, num_devices=8)``.
-    """
+    """A machine of the fleet."""
 
     name: str
     device: Device

@@ -144,10 +144,7 @@ def evenly(curve: Sequence[tuple[float, int]], num: int) -> tuple[tuple[float, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
-    """A stretch of consecutive training steps and the time it took.
-
-    Example: ``StepWindow(first_step=8, last_step=11, start_s=96.0, end_s=140.5, num_resumes=31)``.
-    """
+    """A stretch of consecutive training steps and the time it took."""
 
     first_step: int
     last_step: int

@@ -87,10 +87,7 @@ class TrainedSample(Trajectory):
 
 
 class TrainedBatch(NamedTuple):
-    """The batch of a step.
-
-    Example: ``TrainedBatch(step=3, samples=(...), is_trained=True)``.
-    """
+    """The batch of a step."""
 
     step: int
     samples: tuple[TrainedSample, ...]

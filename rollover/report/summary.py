@@ -28,10 +28,7 @@ from rollover.rollout.lag import LagSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Held-out accuracy at one evaluation.
-
-    Example: ``Accuracy(step=40, value=0.62, se=0.02)``.
-    """
+    """Held-out accuracy at one evaluation."""
 
     step: int
     value: float

@@ -120,10 +120,7 @@ class SampleTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WastePoint:
-    """Tokens written off at one moment.
-
-    Example: ``WastePoint(time_s=12.0, cause=WasteCause.FAILED, num_tokens=340)``.
-    """
+    """Tokens written off at one moment."""
 
     time_s: float
     cause: WasteCause

@@ -86,10 +86,7 @@ class SampleScored(NamedTuple):
 
 
 class SampleFailed(NamedTuple):
-    """The sample was given up, and its tokens are wasted. Its siblings continue without it.
-
-    Example: ``SampleFailed(9.5, SampleId(12, 1), reason="the reward function timed out after 10 s")``.
-    """
+    """The sample was given up, and its tokens are wasted. Its siblings continue without it."""
 
     time_s: float
     sample_id: SampleId
@@ -113,10 +110,7 @@ class GroupDropped(NamedTuple):
 
 
 class BatchConsumed(NamedTuple):
-    """The batch of ``step`` was taken: it consists of these groups, in this order.
-
-    Example: ``BatchConsumed(31.0, step=3, group_ids=(9, 10, 11, 13))``.
-    """
+    """The batch of ``step`` was taken: it consists of these groups, in this order."""
 
     time_s: float
     step: int

@@ -22,10 +22,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsLayer:
-    """Settings that replace the settings of a user's file, and where they come from.
-
-    Example: ``SettingsLayer(name="plan.json", settings={"trainer": {"num_devices": 2}})``
-    """
+    """Settings that replace the settings of a user's file, and where they come from."""
 
     name: str
     """The file that they come from, for messages."""

@@ -30,10 +30,7 @@ _NO_SERVERS = ("embedded", "swarm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One line of the table of who goes where.
-
-    Example: ``Placed(role="rollout", count=4, each="2 x h20", running=64, resources={"h20": 2.0})``
-    """
+    """One line of the table of who goes where."""
 
     role: str
     count: int

@@ -25,10 +25,7 @@ from rollover.run.evaluation import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
-    """A batch was trained and its weights are in the engines.
-
-    Example: ``StepEnded(step=3, batch=batch, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
-    """
+    """A batch was trained and its weights are in the engines."""
 
     step: int
     batch: Batch
@@ -39,10 +36,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The weights of ``version`` were evaluated on the held-out prompts.
-
-    Example: ``Evaluated(version=20, time_s=305.0, evaluation=evaluation)``
-    """
+    """The weights of ``version`` were evaluated on the held-out prompts."""
 
     version: int
     time_s: float
@@ -51,10 +45,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something happened that the user should know.
-
-    Example: ``Notice("groups with tokens of http://gpu-2:8000 are dropped, 5,120 tokens in all")``
-    """
+    """Something happened that the user should know."""
 
     text: str
 

@@ -46,10 +46,7 @@ class CurriculumConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksConfig:
-    """Holds the settings of a run's prompts.
-
-    Example: ``TasksConfig(train=(ReasoningGymConfig(name="chain_sum"),), max_prompt_tokens=256)``.
-    """
+    """Holds the settings of a run's prompts."""
 
     train: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Sources of the training mixture."""

@@ -23,10 +23,7 @@ FACTS = (
 
 
 class Question(NamedTuple):
-    """Holds what a row asks.
-
-    Example: ``Question(content="1+1", tools=(), arguments={})``.
-    """
+    """Holds what a row asks."""
 
     content: Any
     """Text, or messages whose contents are text."""

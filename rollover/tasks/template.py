@@ -41,10 +41,7 @@ class Span(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A conversation as the template writes it.
-
-    Example: ``Written("<user>1+1\\n<assistant>", (Span(6, 9, "user"),))``.
-    """
+    """A conversation as the template writes it."""
 
     text: str
     spans: tuple[Span, ...]

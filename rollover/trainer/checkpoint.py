@@ -43,10 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """The content of ``trainer.json``.
-
-    Example: ``CheckpointManifest(version=40, identity={"seed": 0, "temperature": 1.0}, num_threads=2)``
-    """
+    """The content of ``trainer.json``."""
 
     version: int
     """Batches trained: the ``policy_version`` of the weights."""

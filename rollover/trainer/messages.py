@@ -61,10 +61,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command failed, and the rank has ended.
-
-    Example: ``Failed("ResourceError", "training ran out of memory: ...", is_secondary=False)``
-    """
+    """A command failed, and the rank has ended."""
 
     kind: str
     """The class in ``rollover.errors`` nearest to the error's; empty for any other, unexpected error."""

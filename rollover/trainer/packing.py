@@ -28,10 +28,7 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
     """One prompt and one response: the part of a trajectory that a forward pass needs. An episode whose turns form a
-    tree has one for each path.
-
-    Example: ``TrainingSample(prompt_ids=(15, 10, 22), response_ids=(31, 4))``
-    """
+    tree has one for each path."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]

@@ -25,10 +25,7 @@ from rollover.weights.sending import BucketQueue, SendReport, gathered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendFailed:
-    """A rank's answer that the group has failed, though no rank has.
-
-    Example: ``SendFailed(message="weights were not received within 300 s (engine.load_timeout_s)", is_late=True)``
-    """
+    """A rank's answer that the group has failed, though no rank has."""
 
     message: str
     is_late: bool

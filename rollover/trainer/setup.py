@@ -99,10 +99,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSetup:
-    """Everything that determines what a warm-up learns, apart from its examples.
-
-    Example: ``SFTSetup(config=SFTConfig(), deterministic=True)``
-    """
+    """Everything that determines what a warm-up learns, apart from its examples."""
 
     config: SFTConfig
     deterministic: bool = False

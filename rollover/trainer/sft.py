@@ -46,10 +46,7 @@ also whether each response token is the model's own: only these are trained."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTProgress:
-    """The result of one optimizer step.
-
-    Example: ``SFTProgress(step=99, loss=1.025, grad_norm=0.8, learning_rate=1e-3, num_tokens=2048, elapsed_s=10.2)``
-    """
+    """The result of one optimizer step."""
 
     step: int
     """Number of the step, from 0."""
@@ -69,8 +66,6 @@ class SFTTrainer:
     Args:
         folder: the model to begin with.
         world: the other ranks. All are given the same examples; each trains its own rows of them.
-
-    Example: ``SFTTrainer(SFTSetup(config=SFTConfig()), folder).step(0, samples)``
     """
 
     def __init__(self, setup: SFTSetup, folder: Path, *, world: World = ALONE, device: str | None = None) -> None:
@@ -231,8 +226,6 @@ class SFTRanks:
         launcher: starts them.
         timeout_s: ranks that do nothing for so long are given up.
         fallback: a folder for passing examples on when shared memory is too small for them.
-
-    Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, launcher, ...).step(0, samples)``
     """
 
     def __init__(

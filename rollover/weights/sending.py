@@ -50,10 +50,7 @@ class WeightsGone(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """Measurements of sending one version of the weights.
-
-    Example: ``SendReport(num_bytes=14 * 2**30, peak_bytes=2 * 2**30)``
-    """
+    """Measurements of sending one version of the weights."""
 
     num_bytes: int
     peak_bytes: int

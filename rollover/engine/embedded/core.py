@@ -54,11 +54,7 @@ CPU_PREFILL_TOKENS = 20.0
 
 
 class Output(NamedTuple):
-    """A chunk for the call that asked for it.
-
-    Example:
-        ``Output("s7#0", Chunk(token_ids=(12, 7), logprobs=(-0.1, -2.3), policy_version=3, kv_version=3))``
-    """
+    """A chunk for the call that asked for it."""
 
     request_id: str
     chunk: Chunk

@@ -32,10 +32,7 @@ Settings = TypeVar("Settings", bound=EnvironmentSettings)
 
 
 class SourceEnvironment(NamedTuple, Generic[Settings]):
-    """The environment of a source of prompts, and how its answers are written out.
-
-    Example: ``SourceEnvironment(ToolsConfig(functions=("mine:calc",)), writer, max_new_tokens=512)``
-    """
+    """The environment of a source of prompts, and how its answers are written out."""
 
     config: Settings
     writer: Any

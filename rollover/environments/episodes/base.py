@@ -29,10 +29,7 @@ class RefusedAnswer(RewardError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """A turn of the model, as an environment gets it.
-
-    Example: ``Action(text="Let me see. <tool_call>...</tool_call>", token_ids=(9, 12))``.
-    """
+    """A turn of the model, as an environment gets it."""
 
     text: str
     """The turn, decoded without special tokens."""

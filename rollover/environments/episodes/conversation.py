@@ -36,10 +36,7 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a chat completion.
-
-    Example: ``ChatRequest(messages=[{"role": "user", "content": "1+1"}])``.
-    """
+    """A request for a chat completion."""
 
     messages: Messages
     """The whole conversation, each message in the form that counts."""

@@ -155,10 +155,7 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSample:
-    """Holds one finished response in the form that rewards receive.
-
-    Example: ``RewardSample(prompt="7 * 6 =", columns={"answer": "42"}, completion="#### 42", completion_ids=(9, 12))``.
-    """
+    """Holds one finished response in the form that rewards receive."""
 
     prompt: str
     """The prompt as the model saw it."""

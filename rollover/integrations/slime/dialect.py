@@ -35,10 +35,7 @@ are counted separately."""
 
 
 class LentMeta(Meta):
-    """The rest of an answer besides its tokens, including the fields of versions before 0.5.23.
-
-    Example: ``LentMeta(weight_version="3", completion_tokens=256)``
-    """
+    """The rest of an answer besides its tokens, including the fields of versions before 0.5.23."""
 
     weight_version: str | None = None
     completion_tokens: Count | None = None
@@ -48,10 +45,7 @@ class LentMeta(Meta):
 
 
 class LentGeneration(Generation):
-    """An answer of a server that may be older than 0.5.23.
-
-    Example: ``LentGeneration(output_ids=[31, 4], meta_info=LentMeta(weight_version="3", completion_tokens=2))``
-    """
+    """An answer of a server that may be older than 0.5.23."""
 
     meta_info: LentMeta
 

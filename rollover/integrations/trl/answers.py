@@ -72,10 +72,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The measurements from TRL's tensors for a batch.
-
-    Example: ``Measured(drift=Drift(5120, 2e-7), untrained={WasteCause.ZERO_ADVANTAGE: 2048})``
-    """
+    """The measurements from TRL's tensors for a batch."""
 
     drift: Drift
     """Over tokens that the current weights sampled; over none if TRL has not computed their log-probs."""

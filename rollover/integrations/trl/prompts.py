@@ -37,10 +37,7 @@ class TableRows(Protocol):
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt in the form that the model receives.
-
-    Example: ``EncodedPrompt((15, 10, 22), "1+8")``
-    """
+    """A prompt in the form that the model receives."""
 
     token_ids: Sequence[int]
     text: str

@@ -31,10 +31,7 @@ from rollover.types import Prompt, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlParts:
-    """The parts of verl that a run uses.
-
-    Example: ``VerlParts(client=client, replicas=replicas, reward_workers=handles, tokenizer=tokenizer, ...)``
-    """
+    """The parts of verl that a run uses."""
 
     client: GeneratesTokens
     replicas: Sequence[StopsCalls]

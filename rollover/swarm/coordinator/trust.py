@@ -136,10 +136,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockedWorker:
-    """A worker that was sent away.
-
-    Example: ``BlockedWorker(reason="token 70000, where the vocabulary has 50257", time_s=1.76e9)``
-    """
+    """A worker that was sent away."""
 
     reason: str
     time_s: float

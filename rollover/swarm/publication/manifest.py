@@ -47,10 +47,7 @@ class PublicationRefused(PublicationError):
 
 
 class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A blob by name, with its size as it is stored and after decompression.
-
-    Example: ``BlobRef(digest="9c1e...", num_bytes=26_111_042, raw_bytes=33_554_432)``
-    """
+    """A blob by name, with its size as it is stored and after decompression."""
 
     digest: str
     num_bytes: int
@@ -58,21 +55,14 @@ class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the model folder beside its weights.
-
-    Example: ``FileRef(name="tokenizer.json", blob=BlobRef(...))``
-    """
+    """A file of the model folder beside its weights."""
 
     name: str
     blob: BlobRef
 
 
 class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a publication.
-
-    Example: ``PublishedTensor(name="model.norm.weight", dtype="bfloat16", shape=(896,), digest="51fa...", start=0,
-    num_bytes=1792, encoding="raw")``
-    """
+    """One tensor of a publication."""
 
     name: str
     dtype: str
@@ -93,10 +83,7 @@ class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The table of contents of one publication: which blobs make which tensors. ``weights`` says what they make.
-
-    Example: ``PublicationManifest(run_id="sums", run_epoch=1, version=8, base_version=7, kind="delta", ...)``
-    """
+    """The table of contents of one publication: which blobs make which tensors. ``weights`` says what they make."""
 
     run_id: str
     run_epoch: int

@@ -47,10 +47,7 @@ class PublishedWeights:
 
 
 class KeptPublication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A publication that can be fetched.
-
-    Example: ``KeptPublication(run_epoch=1, version=8, manifest="9c1e...", kind="delta", wire_bytes=81_264)``
-    """
+    """A publication that can be fetched."""
 
     run_epoch: int
     version: int

@@ -33,10 +33,7 @@ _MAX_BESIDE_BYTES = messages.MAX_FRAME_BYTES // 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnding:
-    """The end of a call: for a reason, or with a failure of the engine.
-
-    Example: ``StreamEnding(reason=FinishReason.STOP, version=7)``
-    """
+    """The end of a call: for a reason, or with a failure of the engine."""
 
     reason: FinishReason | None = None
     failure: str = ""

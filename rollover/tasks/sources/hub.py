@@ -14,11 +14,7 @@ from rollover.tasks.sources.base import DatasetSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubConfig(DatasetSettings):
-    """Takes prompts from a dataset of the Hugging Face hub, or a folder written by ``save_to_disk``.
-
-    Example: ``HubConfig(name="gsm8k", path="openai/gsm8k", subset="main", split="train",
-    reward=ExactConfig(extract="hashes", reference_extract="hashes"))``.
-    """
+    """Takes prompts from a dataset of the Hugging Face hub, or a folder written by ``save_to_disk``."""
 
     kind: Literal["hf"] = "hf"
     """``"hf"`` chooses a dataset of the hub or a saved one."""

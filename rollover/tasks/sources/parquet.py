@@ -13,11 +13,7 @@ from rollover.tasks.sources.base import FileSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetConfig(FileSettings):
-    """Takes prompts from a Parquet file.
-
-    Example: ``ParquetConfig(name="dapo", path="dapo-math-17k.parquet", answer_column="reward_model.ground_truth",
-    reward=MathVerifyConfig())``.
-    """
+    """Takes prompts from a Parquet file."""
 
     kind: Literal["parquet"] = "parquet"
     """``"parquet"`` chooses a Parquet file."""

@@ -37,12 +37,7 @@ GENERATE_REQUEST = TypeAdapter(GenerateRequest)
 
 
 class ServerInfo(Answer):
-    """Describes a server: what it serves, how, and which weights it has.
-
-    Example: ``ServerInfo(service="rollover embedded engine", model_path="/models/qwen3-0.6b", vocab_size=151_936,
-    max_context_tokens=8192, max_running=64, number_format="bfloat16", prefill_tokens_per_iteration=24.0,
-    label="rollover:run-7:3")``.
-    """
+    """Describes a server: what it serves, how, and which weights it has."""
 
     service: Literal["rollover embedded engine"]
     model_path: Shown
@@ -106,10 +101,7 @@ class AbortBody(_Body):
 
 
 class LoadBody(_Body):
-    """Names new weights, and says what becomes of the cache.
-
-    Example: ``LoadBody(folder="/weights/v3", label="rollover:run-7:3", keeps_kv=False)``.
-    """
+    """Names new weights, and says what becomes of the cache."""
 
     folder: str
     """A folder of a Hugging Face model or of adapters, by its path on the server's machine."""
@@ -136,10 +128,7 @@ class GroupAddress(_Body):
 
 
 class Announcement(_Body):
-    """Announces tensors that rank 0 broadcasts next, in this order.
-
-    Example: ``Announcement(names=["lm_head.weight"], dtypes=["bfloat16"], shapes=[[151_936, 1024]])``.
-    """
+    """Announces tensors that rank 0 broadcasts next, in this order."""
 
     names: list[str]
     dtypes: list[Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]]
@@ -149,19 +138,13 @@ class Announcement(_Body):
 
 
 class Reception(_Body):
-    """Ends a reception: all tensors have come.
-
-    Example: ``Reception(label="rollover:run-7:3", keeps_kv=True)``.
-    """
+    """Ends a reception: all tensors have come."""
 
     label: str
     keeps_kv: bool
 
 
 class LabelBody(_Body):
-    """Renames the weights in force.
-
-    Example: ``LabelBody(new_version="rollover:run-7:3")``.
-    """
+    """Renames the weights in force."""
 
     new_version: str

@@ -11,10 +11,7 @@ from rollover.swarm.wire.messages import FromCoordinator, Serving
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send a message to the worker that holds a lease; a connection that is gone swallows it, and one that was sent a
-    goodbye is closed.
-
-    Example: ``Send(3, Abort(call_ids=("a#1.",)))``
-    """
+    goodbye is closed."""
 
     lease: int
     message: FromCoordinator
@@ -33,10 +30,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End a call with an error; what was delivered stays valid.
-
-    Example: ``Fail("a#1.", "laptop has not been heard from for 15 s")``
-    """
+    """End a call with an error; what was delivered stays valid."""
 
     call_id: str
     reason: str
@@ -46,10 +40,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class CheckLogprobs:
-    """Check that a member samples from the weights it says it serves; it gets no call before ``checked``.
-
-    Example: ``CheckLogprobs("laptop", 7)``
-    """
+    """Check that a member samples from the weights it says it serves; it gets no call before ``checked``."""
 
     member: str
     version: int
@@ -57,10 +48,7 @@ class CheckLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SentAway:
-    """A member is no longer trusted: its samples that were not trained yet are not to be trained.
-
-    Example: ``SentAway("laptop", "token 70000, where the vocabulary has 50257")``
-    """
+    """A member is no longer trusted: its samples that were not trained yet are not to be trained."""
 
     member: str
     reason: str
@@ -68,10 +56,7 @@ class SentAway:
 
 @dataclass(frozen=True, slots=True)
 class ServesAnew:
-    """Record that a member serves a version that it had not served before.
-
-    Example: ``ServesAnew("laptop", Serving(version=7, manifest="9c1e...", prepare_s=4.1))``
-    """
+    """Record that a member serves a version that it had not served before."""
 
     member: str
     serving: Serving
@@ -79,10 +64,7 @@ class ServesAnew:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Members, versions or room have changed: calls that could not be placed may be now.
-
-    Example: ``Changed("laptop serves version 7")``
-    """
+    """Members, versions or room have changed: calls that could not be placed may be now."""
 
     what: str
     is_warning: bool = False

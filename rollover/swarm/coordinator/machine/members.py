@@ -32,10 +32,7 @@ def brief(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """The run that a swarm works for.
-
-    Example: ``RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=151936, max_context_tokens=4096)``
-    """
+    """The run that a swarm works for."""
 
     run_id: str
     run_epoch: int

@@ -26,10 +26,7 @@ _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentStatus:
-    """A call that is with a worker.
-
-    Example: ``AssignmentStatus(sample="8f3a.g4.1.", num_tokens=300, max_tokens=1024)``
-    """
+    """A call that is with a worker."""
 
     sample: str
     num_tokens: int
@@ -39,10 +36,7 @@ class AssignmentStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker as it is now.
-
-    Example: ``WorkerStatus(name="laptop", state="connected", version=7, lag=1, num_calls=4, max_running=16, ...)``
-    """
+    """One worker as it is now."""
 
     name: str
     state: str
@@ -75,10 +69,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStatus:
-    """A swarm as it is now. What has a default is unknown until it is measured.
-
-    Example: ``SwarmStatus(url="ws://127.0.0.1:8790", version=8, num_waiting=0, time_s=1.76e9, workers=(...))``
-    """
+    """A swarm as it is now. What has a default is unknown until it is measured."""
 
     url: str
     version: int

@@ -43,10 +43,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFacts:
-    """A member that may get calls, as the rule sees it.
-
-    Example: ``MemberFacts(version=7, num_running=3, max_running=16, tokens_per_s=21.0)``
-    """
+    """A member that may get calls, as the rule sees it."""
 
     version: int
     num_running: int
@@ -65,10 +62,7 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFacts:
-    """A call to be placed.
-
-    Example: ``CallFacts(least_version=6, tokens_left=412.0, mean_tokens_left=300.0)``
-    """
+    """A call to be placed."""
 
     least_version: int
     """Members that serve an older version do not get it."""
@@ -88,10 +82,7 @@ class CallFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCall:
-    """A call that is with a member.
-
-    Example: ``RunningCall(call_id="a#1.", member="phone", least_version=6, num_decoded=31, limit=512)``
-    """
+    """A call that is with a member."""
 
     call_id: str
     member: str

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.clock import SystemClock
-from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.base import Chunk, FirstCall, GenerateRequest
 from rollover.garbage import rare_collections
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
@@ -160,7 +160,7 @@ class Callers:
                 seed=self.number,
                 is_journaled=True,
             )
-            while self.engine.placement.reserve(request.sample_key, 0, self.case.tokens) is None:
+            while self.engine.placement.reserve(request.sample_key, FirstCall(0, self.case.tokens)) is None:
                 await asyncio.sleep(0.1)  # its member tells how fast it is with its first heartbeat
             chunks = [chunk async for chunk in self.engine.generate(request)]
             self.write(sample_id, chunks)

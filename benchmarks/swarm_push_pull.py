@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from rollover.batch import Batch
+from rollover.engine.base import FirstCall
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample
 from rollover.rollout.config import Limits
@@ -230,24 +231,16 @@ class PushPull:
     def room(self) -> int:
         return self.hub.max_running
 
-    @property
-    def _max_staleness(self) -> int | None:
-        return self.load.max_staleness if self.dealing.has_deadlines else None
+    def _first_call(self, least_version: int, num_waiting: int) -> FirstCall:
+        max_staleness = self.load.max_staleness if self.dealing.has_deadlines else None
+        return FirstCall(least_version, self.load.limit, num_waiting, max_staleness)
 
     def takes_one(self, least_version: int, num_waiting: int) -> bool:
-        return self.hub.takes_one(
-            least_version, self.load.limit, num_waiting=num_waiting, max_staleness=self._max_staleness
-        )
+        return self.hub.takes_one(self._first_call(least_version, num_waiting))
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
-        return self.hub.reserve(
-            sample_key(sample_id),
-            least_version,
-            self.load.limit,
-            num_waiting=num_waiting,
-            max_staleness=self._max_staleness,
-            until_s=self.now_s + 60.0,
-        )
+        call = self._first_call(least_version, num_waiting)
+        return self.hub.reserve(sample_key(sample_id), call, until_s=self.now_s + 60.0)
 
     # -- time -----------------------------------------------------------------------------------------------------
 

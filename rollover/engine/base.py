@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollover.types import FinishReason, SamplingParams
 
@@ -215,41 +215,40 @@ class EngineMetrics(Protocol):
         ...
 
 
+class FirstCall(NamedTuple):
+    """The first call of a group, as a place for it is asked for.
+
+    Example: ``FirstCall(3, 512, num_waiting=7)`` is to run under version 3 or a newer one.
+    """
+
+    least_version: int
+    max_new_tokens: int
+    num_waiting: int = 0
+    """Samples that are to be placed beside this one."""
+    max_staleness: int | None = None
+    """The step that trains the sample waits for it once this number of versions has been published after the version
+    under which the call begins. ``None``: no step will wait for it, as far as is known."""
+
+
 class CallPlacement(Protocol):
     """An engine whose members come and go and change weights each in its own time says where a call would run.
 
-    Example: ``reserve("g7.0.", 3, 512)`` returns 4: a call of this sample that is opened now is with a member that
-    serves version 4.
+    Example: ``reserve("g7.0.", FirstCall(3, 512))`` returns 4: a call of this sample that is opened now is with a
+    member that serves version 4.
     """
 
     def room(self) -> int:
         """Return how many calls the members decode at the same time, all together."""
         ...
 
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
+    def takes_one(self, call: FirstCall) -> bool:
         """Return whether ``reserve`` would promise a place to some sample now."""
         ...
 
-    def reserve(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-    ) -> int | None:
+    def reserve(self, sample_key: str, call: FirstCall) -> int | None:
         """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
-        serves, at least ``least_version``; ``None`` when the sample should wait: every other sample should then wait
-        too, until something changes other than that fewer of them wait.
-
-        Args:
-            num_waiting: samples that are to be placed beside this one.
-            max_staleness: the step that trains the sample waits for it once this number of versions has been published
-                after the returned one. ``None``: no step will wait for it, as far as is known.
-        """
+        serves; ``None`` when the sample should wait: every other sample should then wait too, until something changes
+        other than that fewer of them wait."""
         ...
 
     def on_change(self, listener: Callable[[], None]) -> None:

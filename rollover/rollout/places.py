@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollover.engine.base import CallPlacement
+from rollover.engine.base import CallPlacement, FirstCall
 from rollover.rollout.generation import is_begun_by_environment, sample_key
 from rollover.rollout.ledger import Ledger
 from rollover.types import SampleId, SamplingParams
@@ -27,17 +27,12 @@ class EnginePlaces:
         return self._placement.room()
 
     def takes_one(self, least_version: int, num_waiting: int) -> bool:
-        return self._placement.takes_one(
-            least_version, self._max_new_tokens, num_waiting=num_waiting, max_staleness=self._max_staleness
-        )
+        return self._placement.takes_one(self._call(least_version, num_waiting))
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
         trajectory = self._ledger.sample(sample_id).trajectory
         turn = len(trajectory.observations) + is_begun_by_environment(trajectory)  # whose call is the next one
-        return self._placement.reserve(
-            sample_key(sample_id, turn),
-            least_version,
-            self._max_new_tokens,
-            num_waiting=num_waiting,
-            max_staleness=self._max_staleness,
-        )
+        return self._placement.reserve(sample_key(sample_id, turn), self._call(least_version, num_waiting))
+
+    def _call(self, least_version: int, num_waiting: int) -> FirstCall:
+        return FirstCall(least_version, self._max_new_tokens, num_waiting, self._max_staleness)

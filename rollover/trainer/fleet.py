@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,16 +24,18 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
-from rollover.trainer.fleet_sending import FleetSender
 from rollover.trainer.leading import ForRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
 from rollover.trainer.ranks import LocalLauncher
+from rollover.trainer.sending import SendFailed
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
 from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import Manifest, TensorSpec, WeightSource
-from rollover.weights.sending import HeldWeights, Lease, SenderLost
+from rollover.weights.buckets import Bucket
+from rollover.weights.groups import GroupPlan
+from rollover.weights.sending import HeldWeights, Lease, SenderLost, SendReport
 from rollover.weights.sources import FolderWeights
 
 T = TypeVar("T")
@@ -40,6 +43,45 @@ Way = Literal["step", "skip"]
 
 _LOST_OR_FULL = (RankLost, ResourceError)
 """Failures that new ranks may not repeat; memory counts only when a device, not a disk, ran out."""
+
+
+Ask = Callable[[LedRanks | None, str, Any], tuple[LedRanks, Any]]
+"""Asks ranks to perform a step of sending; see ``FleetTrainer._send``."""
+
+
+class FleetSender:
+    """Leads the ranks, which send the weights to engines, through the buckets. Implements ``Sender``.
+
+    Example: ``FleetSender(trainer._send, plan, pieces, give_back).address`` is an address of the first rank.
+    """
+
+    def __init__(self, ask: Ask, plan: GroupPlan, buckets: Sequence[Bucket], on_close: Callable[[], None]) -> None:
+        self._ask = ask
+        self._buckets = buckets
+        self._ranks: LedRanks | None = None
+        self._on_close = on_close
+        self.address: Mapping[str, Any] = self._answer("open", plan)
+
+    def send(self, number: int) -> None:
+        self._answer("send", self._buckets[number])
+
+    def finish(self) -> SendReport:
+        report = self._answer("finish")
+        assert isinstance(report, SendReport)
+        return report
+
+    def close(self) -> None:
+        try:
+            with suppress(SenderLost):  # the ranks have ended, and the group with them
+                self._answer("close")
+        finally:
+            self._on_close()
+
+    def _answer(self, do: str, what: Any = None) -> Any:
+        self._ranks, answer = self._ask(self._ranks, do, what)
+        if isinstance(answer, SendFailed):
+            raise answer.error()
+        return answer
 
 
 class FleetTrainer:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.engine.base import FirstCall
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, SampleStarted
@@ -138,23 +139,13 @@ class Asked:
     def room(self) -> int:
         return 64
 
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
-        self.max_staleness.add(max_staleness)
+    def takes_one(self, call: FirstCall) -> bool:
+        self.max_staleness.add(call.max_staleness)
         return True
 
-    def reserve(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-    ) -> int | None:
-        self.max_staleness.add(max_staleness)
-        return least_version
+    def reserve(self, sample_key: str, call: FirstCall) -> int | None:
+        self.max_staleness.add(call.max_staleness)
+        return call.least_version
 
     def on_change(self, listener: Callable[[], None]) -> None: ...
 
@@ -185,9 +176,9 @@ class Promises(Asked):
         super().__init__()
         self.promised: list[str] = []
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, **more: Any) -> int | None:
+    def reserve(self, sample_key: str, call: FirstCall) -> int | None:
         self.promised.append(sample_key)
-        return super().reserve(sample_key, least_version, max_new_tokens, **more)
+        return super().reserve(sample_key, call)
 
 
 @pytest.mark.parametrize(("game", "source"), [(Game(), Prompts()), (Author(), Unwritten())])
@@ -216,9 +207,7 @@ class Breaks(Asked):
         self.has_broken = False
         self.changed: Callable[[], None] = lambda: None
 
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
+    def takes_one(self, call: FirstCall) -> bool:
         if self.has_broken:
             raise KeyError("a bug")
         return False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall, checked_chunk
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -109,7 +110,7 @@ def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> No
     hub, worker = coordinator(exact=True), ModelWorker("a")
     join(hub, worker)
     hub.published(head(1), 0.0)
-    assert hub.reserve("g0.0.", 0, LENGTH, until_s=9.0) is None
+    assert hub.reserve("g0.0.", FirstCall(0, LENGTH), until_s=9.0) is None
     assert hub.opened(request("g0.0")) == []
     assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
 
@@ -120,7 +121,7 @@ def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> Non
     join(hub, fast)
     hub.published(head(1), 0.0)
     hub.received(fast.lease, fast.change(head(1)), 0.0)
-    versions = [hub.reserve(f"g{i}.0.", 0, LENGTH, until_s=60.0) for i in range(3)]
+    versions = [hub.reserve(f"g{i}.0.", FirstCall(0, LENGTH), until_s=60.0) for i in range(3)]
     assert sorted(versions[:2], key=str) == [0, 1] and versions[2] is None, "each has room for one"
     to = {v: e.lease for i, v in enumerate(versions[:2]) for e in hub.opened(request(f"g{i}.0")) if isinstance(e, Send)}
     assert to == {0: slow.lease, 1: fast.lease}
@@ -129,10 +130,10 @@ def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> Non
 def test_a_promise_that_nobody_takes_up_lapses() -> None:
     hub, worker = coordinator(), ModelWorker("a", room=1)
     join(hub, worker)
-    assert hub.reserve("g0.0.", 0, LENGTH, until_s=5.0) == 0
-    assert hub.reserve("g1.0.", 0, LENGTH, until_s=5.0) is None
+    assert hub.reserve("g0.0.", FirstCall(0, LENGTH), until_s=5.0) == 0
+    assert hub.reserve("g1.0.", FirstCall(0, LENGTH), until_s=5.0) is None
     hub.expire(6.0)
-    assert hub.reserve("g1.0.", 0, LENGTH, until_s=9.0) == 0
+    assert hub.reserve("g1.0.", FirstCall(0, LENGTH), until_s=9.0) == 0
 
 
 def test_silence_beyond_the_lease_fails_calls_and_fences_messages() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Fail, Send
 from rollover.swarm.wire.messages import Assign
@@ -66,8 +67,8 @@ def test_a_group_starts_at_the_phone_only_if_its_step_is_far_enough(
 ) -> None:
     swarm = Swarm()
     swarm.fill_the_server()
-    takes_one = swarm.hub.takes_one(0, LENGTH, max_staleness=max_staleness)
-    found = swarm.hub.reserve("g0.0.", 0, LENGTH, max_staleness=max_staleness, until_s=60.0)
+    takes_one = swarm.hub.takes_one(FirstCall(0, LENGTH, max_staleness=max_staleness))
+    found = swarm.hub.reserve("g0.0.", FirstCall(0, LENGTH, max_staleness=max_staleness), until_s=60.0)
     assert (takes_one, found) == (version is not None, version)
 
 

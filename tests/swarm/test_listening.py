@@ -12,7 +12,7 @@ import pytest
 from rollover.cli import main
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.listening import check_listening
+from rollover.swarm.kind import check_listening
 from tests.swarm.certificates import make_certificate
 
 

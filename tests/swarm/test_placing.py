@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.wire.messages import Adopt, Assign, Decoded, Serving, Welcome
@@ -156,12 +157,14 @@ def test_a_member_that_boasts_at_most_doubles_the_time_of_a_call(exact: bool) ->
     hub.published(head(1), 0.0)
     hub.received(honest.lease, honest.change(head(1)), 5.0)
     assert hub.opened(request("g0.0", least_version=1, due_version=1)) == [], "the liar needs 15 s more, it says"
-    assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) is None
+    assert hub.reserve("g1.0.", FirstCall(1, LENGTH, max_staleness=0), until_s=99.0) is None
     beats = ((s, hub.received(honest.lease, beat(s), float(s))) for s in range(6, 41))
     given_s = next(s for s, effects in beats if sent(effects, Assign))
     assert given_s == 25.0 and hub.num_waiting == 0
-    assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) == 1
-    assert hub.reserve("g2.0.", 1, LENGTH, max_staleness=0, until_s=99.0) == 1, "nor does the next one wait again"
+    assert hub.reserve("g1.0.", FirstCall(1, LENGTH, max_staleness=0), until_s=99.0) == 1
+    assert hub.reserve("g2.0.", FirstCall(1, LENGTH, max_staleness=0), until_s=99.0) == 1, (
+        "nor does the next one wait again"
+    )
 
 
 def test_a_member_that_is_as_fast_as_it_says_is_waited_for_again_and_again() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
+from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.wire.messages import Adopt, Assign, Goodbye, HeldCall, Welcome
 from rollover.types import FinishReason
@@ -203,7 +204,7 @@ class CutSwarm(RuleBasedStateMachine):
         self.done.setdefault(sample, [])
         least = self.least.get(sample)
         if least is None:
-            least = self.hub.reserve(f"{sample}.", 0, LENGTH, until_s=self.now_s + 60.0)
+            least = self.hub.reserve(f"{sample}.", FirstCall(0, LENGTH), until_s=self.now_s + 60.0)
             if least is None:
                 return
             self.least[sample] = least

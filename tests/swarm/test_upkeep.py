@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollover.engine.base import FirstCall
 from rollover.errors import ResourceError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
@@ -153,6 +154,6 @@ async def test_a_mistake_in_the_code_ends_open_calls_and_refuses_new_ones(
         with pytest.raises(KeyError, match="a bug"):
             await asked()
     with pytest.raises(KeyError, match="a bug"):
-        engine.placement.takes_one(0, 10)
+        engine.placement.takes_one(FirstCall(0, 10))
     assert clock.now_s() == 0
     await engine.close()

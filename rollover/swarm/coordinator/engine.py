@@ -26,7 +26,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable
 
 from rollover.clock import Clock
-from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.base import Capabilities, Chunk, EngineStats, FirstCall, GenerateRequest
 from rollover.engine.ends import check_limits
 from rollover.errors import EngineError, RolloverError
 from rollover.swarm.config import SwarmConfig
@@ -249,34 +249,15 @@ class SwarmPlacement:
     def room(self) -> int:
         return min(self._max_running, self._coordinator.max_running)
 
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
+    def takes_one(self, call: FirstCall) -> bool:
         if self._shell.failure is not None:
             raise self._shell.failure
-        return not self._shell.outlets.stands_still and self._coordinator.takes_one(
-            least_version, max_new_tokens, num_waiting=num_waiting, max_staleness=max_staleness
-        )
+        return not self._shell.outlets.stands_still and self._coordinator.takes_one(call)
 
-    def reserve(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-    ) -> int | None:
+    def reserve(self, sample_key: str, call: FirstCall) -> int | None:
         if self._shell.outlets.stands_still:
             return None
-        return self._coordinator.reserve(
-            sample_key,
-            least_version,
-            max_new_tokens,
-            num_waiting=num_waiting,
-            max_staleness=max_staleness,
-            until_s=self._shell.clock.now_s() + _PROMISE_S,
-        )
+        return self._coordinator.reserve(sample_key, call, until_s=self._shell.clock.now_s() + _PROMISE_S)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self._shell.on_change.append(listener)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import secrets
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from rollover.engine.background import refused
 from rollover.engine.base import GenerateRequest
@@ -22,16 +24,57 @@ from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
-from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
-from rollover.engine.servers.weights.endpoint import WeightTerms
+from rollover.engine.servers.weights.endpoint import WeightEndpoint, WeightTerms
+from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import EngineError
 from rollover.token_bytes import split_bytes
 from rollover.types import SamplingParams
+from rollover.weights.groups import GroupPlan
 
 _DRAIN_S = 0.02
 """Longest time that tokens sampled before a pause may take to reach us. Labels do not depend on it."""
+
+
+class EmbeddedServerWeights(WeightEndpoint[EmbeddedServerConfig]):
+    """Implements ``WeightEndpoint``. A load from a folder is all or nothing; a load through a group that fails in the
+    middle leaves a server that must be given all weights again. The server merges adapters into the model of a folder.
+    """
+
+    async def label(self) -> str:
+        return (await self._client.ask(ServerInfo, "GET", "/info")).label
+
+    async def _load_folder(self, label: str, folder: Path, *, keeps_kv: bool) -> None:
+        await self._load(label, folder, keeps_kv=keeps_kv)
+
+    async def _send_adapter(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        """Have the server merge adapters into the run's model."""
+        await self._load(label, source, base=str(self._base.resolve()), keeps_kv=keeps_kv)
+
+    async def _load(self, label: str, folder: Path, *, keeps_kv: bool, base: str | None = None) -> None:
+        body = {"folder": str(folder.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}
+        await self._post("/load_weights", body)
+
+    async def _transfer(
+        self, label: str, *, keeps_kv: bool
+    ) -> tuple[GroupPlan, Callable[[Mapping[str, Any]], TransferCalls]]:
+        config = self._config
+        plan = self._torch_plan(config.weight_transfer, config.transfer_host, num_workers=1, is_flat=True)
+
+        def calls(address: Mapping[str, Any]) -> TransferCalls:
+            return TransferCalls(
+                meet=("/group/join", dict(address)),
+                begin=("/group/begin", {}),
+                announce=lambda bucket, _: ("/group/receive", {**bucket.described("dtypes"), "is_flat": True}),
+                finish=("/group/finish", {"label": label, "keeps_kv": keeps_kv}),
+                leave=("/group/leave", {}),
+            )
+
+        return plan, calls
+
+    async def release_memory(self) -> None:
+        await self._post("/sleep", {})
 
 
 class EmbeddedServerDialect:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall
 from rollover.swarm.coordinator.machine.calls.offers import Offers
 from rollover.swarm.coordinator.machine.calls.open_calls import SwarmCalls
@@ -35,8 +36,8 @@ class Assignments:
         checks: members get calls only under a version that passed the log-prob check.
         max_silent_s: time without a token after which that says how fast a call is.
 
-    Example: ``assignments.promise("g4.1.", 3, 512, num_waiting=7, max_staleness=4, until_s=60.0)`` returns 4:
-    there is a place at a member that serves version 4.
+    Example: ``assignments.promise("g4.1.", FirstCall(3, 512), until_s=60.0)`` returns 4: there is a place at a member
+    that serves version 4.
     """
 
     def __init__(
@@ -87,26 +88,15 @@ class Assignments:
 
     # -- promises -------------------------------------------------------------------------------------------------
 
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
+    def takes_one(self, call: FirstCall) -> bool:
         """Return whether ``promise`` would keep a place now."""
-        return self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness) is not None
+        return self._choose_for_first(call) is not None
 
-    def promise(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-        until_s: float,
-    ) -> int | None:
+    def promise(self, sample_key: str, call: FirstCall, *, until_s: float) -> int | None:
         """Keep a place, until ``until_s``, for the first call of a group, which will be opened soon. Returns the
         version that its member serves; ``None`` when no member should get the call now. See ``CallPlacement.reserve``.
         """
-        name = self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness)
+        name = self._choose_for_first(call)
         if name is None:
             return None
         self._take_back(sample_key)
@@ -258,21 +248,19 @@ class Assignments:
 
     # -- facts for the rule ---------------------------------------------------------------------------------------
 
-    def _choose_for_first(
-        self, least_version: int, limit: int, num_waiting: int, max_staleness: int | None
-    ) -> str | None:
+    def _choose_for_first(self, call: FirstCall) -> str | None:
         """Choose for the first call of a group, which starts under the version of the member that gets it."""
         deadline = None
-        if max_staleness is not None:
-            deadline = self._pace.of_first(self.newest, max_staleness, self.now_s)
-        self._to_come = num_waiting, deadline
+        if call.max_staleness is not None:
+            deadline = self._pace.of_first(self.newest, call.max_staleness, self.now_s)
+        self._to_come = call.num_waiting, deadline
         since_s, asked_s = self._first_waits
         if self.now_s - asked_s > FORGOTTEN_S:
             since_s = self.now_s
-        call = self._facts(self.least(least_version), 0, limit, deadline)
-        name = self._choose(call)
+        facts = self._facts(self.least(call.least_version), 0, call.max_new_tokens, deadline)
+        name = self._choose(facts)
         self._first_waits = self.now_s if name is not None else since_s, self.now_s
-        return name if name is not None else self._choose(replace(call, waited_s=self.now_s - since_s))
+        return name if name is not None else self._choose(replace(facts, waited_s=self.now_s - since_s))
 
     def _choose_for(self, call: SwarmCall) -> str | None:
         deadline = None

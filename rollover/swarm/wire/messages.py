@@ -55,10 +55,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class Head(_Message, frozen=True, kw_only=True):
-    """The newest publication. Workers fetch it, and change to it at a token boundary.
-
-    Example: ``Head(version=8, manifest="9c1e...")``
-    """
+    """The newest publication. Workers fetch it, and change to it at a token boundary."""
 
     version: int
     manifest: str
@@ -102,10 +99,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class Ready(_Message, frozen=True, kw_only=True):
-    """The worker's engine is open and may be given calls. ``Serving`` says which weights it has.
-
-    Example: ``Ready(max_running=16, max_context_tokens=4096, seeded=True, number_format="bfloat16")``
-    """
+    """The worker's engine is open and may be given calls. ``Serving`` says which weights it has."""
 
     max_running: Annotated[int, msgspec.Meta(le=MAX_RUNNING)]
     max_context_tokens: Count
@@ -120,10 +114,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Serving(_Message, frozen=True, kw_only=True):
-    """The engine has confirmed that it serves a version: every token from here on may claim it.
-
-    Example: ``Serving(version=7, manifest="9c1e...", prepare_s=4.1, pause_s=0.3, wire_bytes=81264640)``
-    """
+    """The engine has confirmed that it serves a version: every token from here on may claim it."""
 
     version: int
     manifest: str
@@ -137,20 +128,14 @@ class Serving(_Message, frozen=True, kw_only=True):
 
 
 class NotServing(_Message, frozen=True, kw_only=True):
-    """A version could not be fetched or loaded; the engine continues with the one before.
-
-    Example: ``NotServing(version=8, reason="blob 9c1e... has another content than its name says")``
-    """
+    """A version could not be fetched or loaded; the engine continues with the one before."""
 
     version: int
     reason: str
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
-
-    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, num_held=512)``
-    """
+    """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none."""
 
     number: Count
     """Counts the heartbeats of a connection, from 1."""
@@ -190,20 +175,14 @@ class Decoded(_Message, frozen=True, kw_only=True):
 
 
 class CallFailed(_Message, frozen=True, kw_only=True):
-    """A call ended with an error of the engine; the tokens sent before stay valid.
-
-    Example: ``CallFailed(call_id="8f3a.g4.1#7.", reason="the engine is out of memory")``
-    """
+    """A call ended with an error of the engine; the tokens sent before stay valid."""
 
     call_id: str
     reason: str
 
 
 class Leaving(_Message, frozen=True, kw_only=True):
-    """The worker shuts down: its calls have ended, and it takes no more.
-
-    Example: ``Leaving(reason="stopped by its user")``
-    """
+    """The worker shuts down: its calls have ended, and it takes no more."""
 
     reason: str
 
@@ -214,10 +193,7 @@ FromWorker = Hello | Ready | Serving | NotServing | Heartbeat | Decoded | CallFa
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
-    """The answer to ``Hello``: the worker is a member under a new lease, which fences every earlier one of it.
-
-    Example: ``Welcome(protocol=2, member="laptop", lease=3, ttl_s=15.0, run_id="sums", run_epoch=1, head=Head(...))``
-    """
+    """The answer to ``Hello``: the worker is a member under a new lease, which fences every earlier one of it."""
 
     protocol: int
     member: str
@@ -276,19 +252,13 @@ class Adopt(_Message, frozen=True, kw_only=True):
 
 
 class Abort(_Message, frozen=True, kw_only=True):
-    """Stop calls; each ends with ``Decoded`` that have the finish reason ``abort``, unless it had ended before.
-
-    Example: ``Abort(call_ids=("8f3a.g4.1#7.",))``
-    """
+    """Stop calls; each ends with ``Decoded`` that have the finish reason ``abort``, unless it had ended before."""
 
     call_ids: tuple[str, ...]
 
 
 class Ack(_Message, frozen=True, kw_only=True):
-    """The response's tokens before ``offset`` are journaled: the worker may forget them.
-
-    Example: ``Ack(call_id="8f3a.g4.1#7.", offset=300)``
-    """
+    """The response's tokens before ``offset`` are journaled: the worker may forget them."""
 
     call_id: str
     offset: int
@@ -306,10 +276,7 @@ class Release(_Message, frozen=True, kw_only=True):
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """The answer to ``Heartbeat``: the lease continues.
-
-    Example: ``Beat(number=7, head=Head(version=8, manifest="9c1e..."))``
-    """
+    """The answer to ``Heartbeat``: the lease continues."""
 
     number: int
     """Number of the heartbeat that is answered."""
@@ -317,10 +284,7 @@ class Beat(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """The coordinator ends the connection.
-
-    Example: ``Goodbye(reason="the token of 'laptop' was revoked", is_final=True)``
-    """
+    """The coordinator ends the connection."""
 
     reason: str
     is_final: bool
@@ -333,20 +297,14 @@ FromCoordinator = Welcome | Head | Assign | Adopt | Abort | Ack | Release | Beat
 
 
 class UpEnvelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of a worker with the lease under which it was sent; 0 for ``Hello``.
-
-    Example: ``UpEnvelope(lease=3, message=Leaving(reason="stopped"))``
-    """
+    """A message of a worker with the lease under which it was sent; 0 for ``Hello``."""
 
     lease: int
     message: FromWorker
 
 
 class DownEnvelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of the coordinator with the lease under which it was sent.
-
-    Example: ``DownEnvelope(lease=3, message=Abort(call_ids=("a#1.",)))``
-    """
+    """A message of the coordinator with the lease under which it was sent."""
 
     lease: int
     message: FromCoordinator

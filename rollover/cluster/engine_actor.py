@@ -81,7 +81,6 @@ class EngineKeeper:
         return Look(exited=exited, story=story, log=log)
 
     async def sees(self, files: SharedFiles) -> bool:
-        """Return whether the node has these files."""
         return files.are_here()
 
     async def stop(self) -> None:

@@ -94,7 +94,6 @@ class RankHost:
         )
 
     def sees(self, files: SharedFiles) -> bool:
-        """Return whether the node has these files."""
         return files.are_here()
 
     def start(self, rank: int, task: bytes) -> int:

@@ -73,8 +73,6 @@ class _Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """One attention layer."""
-
     parameters: int
     query_width: int
     kv_width: int

@@ -108,7 +108,6 @@ def is_there(row: Mapping[str, Any], path: str) -> bool:
 
 
 def has_value(row: Mapping[str, Any], path: str) -> bool:
-    """Return whether the row has a value that is not null."""
     if not is_there(row, path):
         return False
     value = read_column(row, path)

@@ -48,7 +48,6 @@ class Markers:
         return Counter(id for id in ids if id in self._marker_ids)
 
     def id_of(self, text: str) -> int:
-        """Return the id of a marker."""
         return self._ids[text]
 
     def starting(self, text: str) -> int | None:

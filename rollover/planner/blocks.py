@@ -26,7 +26,6 @@ def block_size(tp: int, pp: int, node_size: int) -> int:
 
 
 def block(shape: TrainingPart | ReplicaKind, node_size: int) -> int:
-    """Return the ``block_size`` of a training part or of a replica."""
     return block_size(shape.tp, shape.pp, node_size)
 
 

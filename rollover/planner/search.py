@@ -142,7 +142,6 @@ def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
 
 
 def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
-    """Return the part as a fleet."""
     kept = tuple(fleet.nodes[i] for i in nodes)
     names = {node.name for node in kept}
     return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))

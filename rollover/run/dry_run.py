@@ -1,7 +1,4 @@
-"""``--dry-run``: what a run would do, checked against its model, its data and its reward functions.
-
-Importing this module needs no torch.
-"""
+"""``--dry-run``: what a run would do, checked against its model, its data and its reward functions."""
 
 from __future__ import annotations
 

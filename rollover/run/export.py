@@ -1,8 +1,5 @@
 """Exports the model of a run as an ordinary Hugging Face folder: a checkpoint without the parts that only training
-needs.
-
-Importing this module needs no torch.
-"""
+needs."""
 
 from __future__ import annotations
 

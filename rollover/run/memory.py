@@ -1,7 +1,4 @@
-"""Computes how much memory a run needs on its devices, engines included, and what to change if it is too much.
-
-Importing this module needs no torch.
-"""
+"""Computes how much memory a run needs on its devices, engines included, and what to change if it is too much."""
 
 from __future__ import annotations
 
@@ -107,7 +104,6 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
 
 
 def _trainer_devices(config: RunConfig) -> list[str]:
-    """Return the device of each rank."""
     from rollover.trainer.devices import rank_devices
     from rollover.trainer.models import pick_device
 
@@ -118,7 +114,6 @@ def _trainer_devices(config: RunConfig) -> list[str]:
 
 
 def _engine_devices(config: RunConfig) -> list[str]:
-    """Return the devices of each engine that the run starts."""
     if config.cluster is not None and config.cluster.num_engines:
         return ["each engine server" + _ON_CLUSTER]
     return [*config.engine.devices()]

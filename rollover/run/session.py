@@ -240,7 +240,6 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleS
 
 
 def _sample_rows(config: RunConfig, parts: _Parts, batch: Batch) -> list[list[Any]]:
-    """Return samples of a batch as rows for the trackers."""
     shaping = partial(resolve(config.algorithm).overlong_punishment, config.rollout.max_new_tokens)
     return table_rows(of_batch(batch, shaping), parts.tokenizer, Redactor(resolved(config), prose=True).text)
 

@@ -77,7 +77,6 @@ def at_key(data: Any, key: str | int) -> Any:
 
 
 def of_kind(annotations: list[Any], data: Any) -> list[Any]:
-    """Return the types that ``data`` can have by its ``kind``."""
     if len(annotations) < 2 or not isinstance(data, dict) or "kind" not in data:
         return annotations
     chosen = [annotation for annotation in annotations if data["kind"] in own_kinds(annotation)]

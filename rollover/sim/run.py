@@ -214,7 +214,6 @@ class _Run:
             self._finish(sample_id)
 
     def _finish(self, sample_id: SampleId) -> None:
-        """Have a finished sample scored."""
         if sample_id not in self._ledger.unscored:  # its group was dropped
             return
         reward_s = 0.0 if self._scenario.reward.is_zero else self._latency(self._scenario.reward, sample_id)

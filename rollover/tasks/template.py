@@ -58,8 +58,6 @@ class _Outline:
 
 
 class _Text(NamedTuple):
-    """A text of a message."""
-
     role: str
     key: str
     text: str

@@ -268,7 +268,6 @@ def check_moments(
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -65,9 +65,7 @@ class Policy(Protocol):
         """Write this rank's part of the weights that engines serve: all of them if the model is not sharded."""
         ...
 
-    def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Write the state of its optimizer into the folder too."""
-        ...
+    def write_state(self, folder: Path, optimizer: AdamW) -> None: ...
 
     def read_state(self, folder: Path, optimizer: AdamW) -> None:
         """Load the state in a checkpoint into ``optimizer``. Raises ``ModelError`` naming the first tensor that does

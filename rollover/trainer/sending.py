@@ -86,7 +86,6 @@ class RankSender:
             return _failed(e)
 
     def close(self) -> None:
-        """Close the group."""
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.close()

@@ -295,7 +295,7 @@ class CutSwarm(RuleBasedStateMachine):
     def nobody_is_given_more_than_there_is_room_for(self) -> None:
         """Calls that a member held already come on top: nobody decodes those again."""
         for member in self.hub.members.values():
-            given = [call_id for call_id, call in self.hub.calls_of(member) if not call.held_as]
+            given = [call_id for call_id, call in self.hub._calls.of(member) if not call.held_as]
             assert member.ready is None or len(given) + len(member.reserved) <= member.ready.max_running
 
     @invariant()

@@ -51,8 +51,6 @@ class SourceEnvironment(NamedTuple, Generic[Settings]):
 
 @dataclass(slots=True)
 class _Life:
-    """One life of a program."""
-
     child: Child
     guest: Guest
     key: str

@@ -28,8 +28,6 @@ _RESPONSE_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class _WorkerLife:
-    """One life of the process."""
-
     child: Child
     asked: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     listening: asyncio.Task[None] = field(init=False)

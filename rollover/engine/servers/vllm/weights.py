@@ -103,7 +103,6 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
         )
 
     async def settings(self) -> VLLMServerInfo:
-        """Ask for the settings of the server."""
         params, limit_s = {"config_format": "json"}, self._config.load_timeout_s
         return await self._client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
 

@@ -95,7 +95,6 @@ class Coordinator:
             self.members, self._calls, self._offers, self.counters, exact=exact, checks=checks, max_silent_s=ttl_s
         )
         self._assignments.newest = head.version
-        self.calls_of = self._calls.of
         self.takes_one, self.reserve = self._assignments.takes_one, self._assignments.promise
         self.aborted, self.cut, self.journaled = self._calls.aborted, self._calls.cut, self._calls.durable
 

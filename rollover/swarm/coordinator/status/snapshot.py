@@ -21,17 +21,6 @@ from rollover.swarm.publication.publications import PublishedWeights
 
 STATUS = "status.json"
 _MAX_NOTE = 500
-_MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssignmentStatus:
-    """A call that is with a worker."""
-
-    sample: str
-    num_tokens: int
-    """Length of the response so far, what others decoded of it included."""
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +52,6 @@ class WorkerStatus:
     """Time that its engine stood still for them."""
     wire_bytes: int = 0
     """Bytes that it fetched for them."""
-    assignments: tuple[AssignmentStatus, ...] = ()
-    """Its longest calls, of a large swarm few or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +116,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             pause_s=member.pause_s,
             wire_bytes=member.wire_bytes,
             note=shown(_note(member, state)),
-            assignments=tuple(_assignments(coordinator, member)),
         )
-
-
-def _assignments(coordinator: Coordinator, member: SwarmMember) -> Iterable[AssignmentStatus]:
-    """Yield a member's longest calls: up to ``_MAX_EACH``, and up to ``_MAX_ASSIGNMENTS`` of all members together."""
-    limit = min(_MAX_EACH, _MAX_ASSIGNMENTS // len(coordinator.members))
-    longest = sorted(coordinator.calls_of(member), key=lambda pair: -pair[1].position)
-    for _, call in longest[:limit]:
-        sample = call.request.sample_key.rstrip(".")
-        yield AssignmentStatus(sample=sample, num_tokens=call.position, max_tokens=call.limit)
 
 
 def _note(member: SwarmMember, state: str) -> str:

@@ -24,10 +24,7 @@ _MAX_LOG_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A server as its keeper sees it.
-
-    Example: ``Look(exited=False, story="", log=b"")`` before anything was started.
-    """
+    """A server as its keeper sees it."""
 
     exited: bool
     story: str

@@ -44,10 +44,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """The state of a rank.
-
-    Example: ``HostReport(progress=812, message=None, fate=None, is_stopped=False)`` while it computes.
-    """
+    """The state of a rank."""
 
     progress: int
     """The amount of work it has done."""

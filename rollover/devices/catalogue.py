@@ -24,10 +24,7 @@ DOLLAR, RELATIVE = "USD", "L20"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyEntry:
-    """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default.
-
-    Example: ``EfficiencyEntry(train=0.45, step_ms=2.0)`` changes two figures and keeps the others.
-    """
+    """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
 
     train: float | None = None
     """Fraction of bf16_tflops that training reaches."""
@@ -61,10 +58,7 @@ class EfficiencyEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """Table ``[devices.KEY]``: figures from vendors and price lists. Unset keys keep the catalogue's values.
-
-    Example: the packaged H20 has ``bf16_tflops=148.0, hbm_gbps=4000.0, hbm_gib=95.58, link_gbps=900.0``.
-    """
+    """Table ``[devices.KEY]``: figures from vendors and price lists. Unset keys keep the catalogue's values."""
 
     name: str | None = None
     """Human-readable name of the device."""

@@ -52,10 +52,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """The measurements of one machine with one model.
-
-    Example: an engine in bf16 has ``weight_bytes=2, kv_bytes=2``.
-    """
+    """The measurements of one machine with one model."""
 
     title: str
     """The device's name, as its driver reports it."""

@@ -26,10 +26,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The fractions of a device's specified figures that are reached, measured or by default.
-
-    Example: ``train=0.45`` trains at 45% of ``flops``.
-    """
+    """The fractions of a device's specified figures that are reached, measured or by default."""
 
     train: float
     """Fraction of ``flops`` that forward and backward passes of training reach."""

@@ -50,10 +50,7 @@ class LogprobCheck(Protocol):
 
 
 class CheckedMembers(Protocol):
-    """An engine of several members, each of which can be found to sample from something else than it says.
-
-    Example: ``EnginePool`` has a member for each server, ``SwarmEngine`` one for each worker.
-    """
+    """An engine of several members, each of which can be found to sample from something else than it says."""
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
         """Give members calls only once they have passed ``check``."""

@@ -42,11 +42,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A simulation to run: a setting, a seed, lengths and a scenario.
-
-    Example: ``Trial(config=config, seed=3, lengths=lengths, scenario=scenario)`` is one of the runs of a point with
-    four seeds.
-    """
+    """A simulation to run: a setting, a seed, lengths and a scenario."""
 
     config: RolloutConfig
     seed: int
@@ -56,10 +52,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Figures of one simulation without its warm-up; waste is counted over the whole run.
-
-    Example: ``tokens_per_s=68.0, iterations=4096.0, trained_length=1.0``.
-    """
+    """Figures of one simulation without its warm-up; waste is counted over the whole run."""
 
     tokens_per_s: float
     """Trained tokens per unit of time of the whole loop."""

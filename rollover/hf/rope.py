@@ -12,10 +12,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(NamedTuple):
-    """Rotary angles per position of a head's pairs of numbers, and the factor that rotated pairs are multiplied by.
-
-    Example: ``Rope((1.0, 0.01), 1.0)`` for heads of 4 numbers and ``rope_theta`` 10,000.
-    """
+    """Rotary angles per position of a head's pairs of numbers, and the factor that rotated pairs are multiplied by."""
 
     inv_freq: tuple[float, ...]
     """One for each of ``head_dim / 2`` pairs; 0 for a pair that is not rotated, which come last."""

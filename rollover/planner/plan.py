@@ -14,10 +14,7 @@ from rollover.trainer.parallelism import unsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another plan to compare with.
-
-    Example: ``name="h20 alone, for the same money", steps_per_s=0.012, devices={"h20": 40}``.
-    """
+    """Another plan to compare with."""
 
     name: str
     steps_per_s: float

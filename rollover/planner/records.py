@@ -80,10 +80,7 @@ class Supply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A planning problem in numbers, as the optimiser sees it.
-
-    Example: three kinds of replica and two training plans under ``max_staleness=4`` and a budget of 60 an hour.
-    """
+    """A planning problem in numbers, as the optimiser sees it."""
 
     supplies: tuple[Supply, ...]
     replica_kinds: tuple[ReplicaKind, ...]

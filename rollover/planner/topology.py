@@ -18,10 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The graph of islands.
-
-    Example: two nodes of 8 H20 are ``types=("h20", "h20"), sizes=(8, 8)``.
-    """
+    """The graph of islands."""
 
     types: tuple[str, ...]
     """Device type of each island."""

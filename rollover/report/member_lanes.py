@@ -26,10 +26,7 @@ _LANE = 0.86
 
 @dataclass(frozen=True, slots=True)
 class MemberSpan:
-    """A stretch that one member decoded, and its row inside the member's lane.
-
-    Example: ``MemberSpan(sample, sample.spans[0], row=1)`` overlaps a span in row 0.
-    """
+    """A stretch that one member decoded, and its row inside the member's lane."""
 
     sample: SampleTrace
     span: DecodedSpan

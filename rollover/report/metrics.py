@@ -23,10 +23,7 @@ Kind = Literal["step", "eval", "warmup"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """Measurements of one step.
-
-    Example: ``kind="step", step=12, time_s=84.2, values={"reward/mean": 0.41, "loss": 0.02}``.
-    """
+    """Measurements of one step."""
 
     kind: Kind
     step: int

@@ -35,10 +35,7 @@ from rollover.types import FinishReason, SampleId, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedSpan:
-    """A stretch in which one sample was decoded under one policy version.
-
-    Example: ``start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12``.
-    """
+    """A stretch in which one sample was decoded under one policy version."""
 
     start_s: float
     end_s: float

@@ -26,8 +26,6 @@ class Consumers:
             tasks do the work, and ``consume`` returns at once.
         on_done: called when a task has ended.
         on_error: called with whatever ends the run.
-
-    Example: ``await consumers.consume(SampleId(7, 0))`` starts scoring a sample whose last call has ended.
     """
 
     def __init__(

@@ -20,8 +20,6 @@ class EventWriter:
         ledger: has already applied each event that is added.
         placement: told of tokens that are journaled.
         on_error: called when writing at the end of a turn has failed.
-
-    Example: after ``writer.add(event)`` and ``writer.flush()`` the journal has the event.
     """
 
     def __init__(

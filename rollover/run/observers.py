@@ -91,11 +91,7 @@ def alarms_to(show: Callable[[str], None]) -> Observer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunObserver:
     """Writes a row of metrics for each training step and evaluation, shows on the terminal what happens, and reports
-    each step to the engine.
-
-    Example: with 12 groups ready of a batch of 32, it calls ``progress.rollout(12, 32, ...)`` after every event of the
-    rollout.
-    """
+    each step to the engine."""
 
     metrics: MetricsWriter
     progress: Progress

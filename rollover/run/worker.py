@@ -18,10 +18,7 @@ from rollover.swarm.worker.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(WorkerConfig):
-    """The settings of a worker with an engine of any kind.
-
-    Example: ``WorkerSettings(engine=EmbeddedConfig(max_running=16))``, or ``--engine.max_running 16``.
-    """
+    """The settings of a worker with an engine of any kind."""
 
     engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 

@@ -18,10 +18,7 @@ from rollover.settings.toml import Document, KeyPath, dotted
 
 @dataclass(frozen=True)
 class Mistakes:
-    """The document in which mistakes are, for lines about them.
-
-    Example: ``Mistakes(schema, document, data, set(), Redactor(data)).render(error.errors())`` has a line for each.
-    """
+    """The document in which mistakes are, for lines about them."""
 
     schema: type
     document: Document

@@ -48,10 +48,7 @@ class NoAnswer(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnSettings:
-    """Holds what is known about a source's columns before its first row is read.
-
-    Example: ``ColumnSettings(source="gsm8k", answer="solution", needs_answer=True)`` leaves the prompt to be found.
-    """
+    """Holds what is known about a source's columns before its first row is read."""
 
     source: str
     """Name of the source, for messages."""

@@ -29,10 +29,7 @@ Fingerprint = dict[str, Any]
 
 
 class Content(NamedTuple):
-    """Identifies the content of one file.
-
-    Example: an empty file has ``size`` 0 and a ``sha256`` that begins with ``"e3b0c44298fc1c14"``.
-    """
+    """Identifies the content of one file."""
 
     size: int
     sha256: str

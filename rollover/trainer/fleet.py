@@ -50,10 +50,7 @@ Ask = Callable[[LedRanks | None, str, Any], tuple[LedRanks, Any]]
 
 
 class FleetSender:
-    """Leads the ranks, which send the weights to engines, through the buckets. Implements ``Sender``.
-
-    Example: ``FleetSender(trainer._send, plan, pieces, give_back).address`` is an address of the first rank.
-    """
+    """Leads the ranks, which send the weights to engines, through the buckets. Implements ``Sender``."""
 
     def __init__(self, ask: Ask, plan: GroupPlan, buckets: Sequence[Bucket], on_close: Callable[[], None]) -> None:
         self._ask = ask

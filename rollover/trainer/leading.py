@@ -116,10 +116,7 @@ class RankLauncher(Protocol):
 
 
 class LedRanks(ABC):
-    """All ranks of a trainer from their start to their end.
-
-    Example: ``ranks.ask("step 7", "step", batch=ForRanks(batch))`` returns the answer of each rank.
-    """
+    """All ranks of a trainer from their start to their end."""
 
     facts: dict[str, Any]
     """Facts about the trainer that rank 0 reports when it has loaded it."""

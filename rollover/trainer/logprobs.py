@@ -32,10 +32,7 @@ _IMPOSSIBLE = -1e9
 
 class OneForward(nn.Module):
     """A model whose every use is one forward pass of this module, including the output matrix: FSDP gathers weights
-    when a pass begins, and frees them when it ends.
-
-    Example: ``response_logprobs(OneForward(model), row, 1.0)`` is ``response_logprobs(model, row, 1.0)``.
-    """
+    when a pass begins, and frees them when it ends."""
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
@@ -60,10 +57,7 @@ def vocab_size(model: Any) -> int:
 
 
 class OutputHead:
-    """The output part of a model: its output matrix with whatever the model does beside it (scales, caps, biases).
-
-    Example: ``OutputHead(model)(hidden_TD)`` are the logits ``[T, vocab]`` of the last hidden states.
-    """
+    """The output part of a model: its output matrix with whatever the model does beside it (scales, caps, biases)."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -30,10 +30,7 @@ class NetworkMeeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """The first message to a rank.
-
-    Example: for two ranks on the CPU, ``rank`` is 0 or 1, ``size`` 2 and ``device`` "cpu".
-    """
+    """The first message to a rank."""
 
     rank: int
     size: int

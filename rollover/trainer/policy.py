@@ -79,8 +79,6 @@ class FullPolicy:
     Args:
         folder: the model or checkpoint to begin from.
         initial: the model that the run began with; a frozen copy is kept when ``needs_ref``.
-
-    Example: ``FullPolicy(config, folder, initial=folder, needs_ref=False, device=cpu).weights()`` are the folder's.
     """
 
     def __init__(

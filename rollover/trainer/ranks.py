@@ -76,9 +76,6 @@ class Ranks(LedRanks):
         logs: see ``LocalLauncher``.
 
     Raises ``RankLost`` or the error of a rank that cannot load its model.
-
-    Example: ``Ranks(task, ["cpu", "cpu"], timeout_s=600.0).ask("step 7", "step", batch=ForRanks(batch))`` returns two
-    results.
     """
 
     def __init__(self, task: RankTask, devices: Sequence[str], *, timeout_s: float, logs: Path | None = None) -> None:

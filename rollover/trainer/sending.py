@@ -40,8 +40,6 @@ class RankSender:
     Args:
         weights: the weights that engines serve, by Hugging Face name, sharded over the ranks of ``world``.
         device: the rank's own, by PyTorch's name.
-
-    Example: on all ranks ``open(plan)``, ``send(bucket)`` for each bucket, ``finish()`` and ``close()``.
     """
 
     def __init__(self, world: World, weights: Mapping[str, Tensor], *, device: str) -> None:

@@ -58,10 +58,7 @@ class SendReport:
 
 
 class Sender(Protocol):
-    """Sends the buckets of one version in their order. All methods block; ``close`` may be called at any time.
-
-    Example: ``sender.send(0); sender.send(1); report = sender.finish(); sender.close()``
-    """
+    """Sends the buckets of one version in their order. All methods block; ``close`` may be called at any time."""
 
     @property
     def address(self) -> Mapping[str, Any]:
@@ -87,10 +84,7 @@ class Sender(Protocol):
 @runtime_checkable
 class SentByHolder(WeightSource, Protocol):
     """Weights that are sent by the processes that hold them: no folder is written, and no process needs to have all of
-    them.
-
-    Example: ``trainer.weights_to_send()`` of a trainer at version 7 sends version 7, until its next step begins.
-    """
+    them."""
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
         """Open our end of a group; the weights do not change before the sender is closed. Blocks.
@@ -266,8 +260,6 @@ class HeldWeights:
         read: makes them readable in this process, for callers of ``tensors``.
         send: opens a sender, given a plan, the buckets and what gives the weights back.
         current: returns the version that their holder is at.
-
-    Example: ``trainer.weights_to_send()`` of a trainer at version 7 sends version 7.
     """
 
     folder = None

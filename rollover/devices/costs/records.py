@@ -47,10 +47,7 @@ class ReplicaKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPart:
-    """Equal data-parallel pipelines on one device type.
-
-    Example: ``device="h800", dp=2, tp=4, pp=1, share=1.0`` trains on 8 devices.
-    """
+    """Equal data-parallel pipelines on one device type."""
 
     device: str
     dp: int

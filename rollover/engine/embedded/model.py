@@ -23,11 +23,7 @@ MX = TypeVar("MX", bound=Matrix)
 
 
 class Slot(NamedTuple):
-    """The place of a parameter of a checkpoint.
-
-    Example:
-        ``Slot((64,), norm.copy_, norm.clone)`` for a norm of 64 weights.
-    """
+    """The place of a parameter of a checkpoint."""
 
     shape: tuple[int, ...]
     fill: Callable[[Tensor], object]
@@ -72,11 +68,7 @@ class Layer(Generic[M]):
 
 
 class Attention(Protocol):
-    """Attends for one iteration: it knows where each token stands and what it attends to.
-
-    Example:
-        ``attention(0, layer, qkv_TF)`` gives ``[T, H * D]`` for the first layer.
-    """
+    """Attends for one iteration: it knows where each token stands and what it attends to."""
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor, /) -> Tensor:
         """Return ``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; write keys and values to the cache."""

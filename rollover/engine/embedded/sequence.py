@@ -19,11 +19,7 @@ from rollover.types import FinishReason
 
 
 class Chain(NamedTuple):
-    """The place where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks.
-
-    Example:
-        ``Chain(root_key(3, None), kv_version=7)``: no version before 7 computed any of it.
-    """
+    """The place where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks."""
 
     root: Key
     kv_version: int

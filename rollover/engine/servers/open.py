@@ -29,10 +29,7 @@ _NOT_THERE = ("No module named", "cannot be started")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
-    """The way servers of one kind are started and spoken to.
-
-    Example: vLLM's has ``name="vLLM"``, and a ``program`` with ``VLLM_SERVER_DEV_MODE=1`` in ``env``.
-    """
+    """The way servers of one kind are started and spoken to."""
 
     name: str
     """Its name in messages."""

@@ -44,10 +44,7 @@ class Asked:
 
 
 class Said(NamedTuple):
-    """A conversation up to and with the reply of a turn.
-
-    Example: ``Said([], ())`` is what precedes all that a program asks.
-    """
+    """A conversation up to and with the reply of a turn."""
 
     messages: Messages
     tools: Sequence[Mapping[str, Any]]

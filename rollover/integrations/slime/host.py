@@ -31,10 +31,7 @@ class JudgesSamples(Protocol):
 
 
 class HostCode(NamedTuple):
-    """The parts of the host that a rollout uses.
-
-    Example: ``SLIME.code(args).tokenizer`` is the tokenizer of ``--hf-checkpoint``.
-    """
+    """The parts of the host that a rollout uses."""
 
     sample: type[Any]
     tokenizer: Any
@@ -45,10 +42,7 @@ class HostCode(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A trainer of slime's kind.
-
-    Example: ``SLIME.versions`` is ``("0.3",)``.
-    """
+    """A trainer of slime's kind."""
 
     name: str
     """Name of its package."""

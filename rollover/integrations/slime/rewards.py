@@ -28,8 +28,6 @@ class SlimeScorer(HostScorer[Sample]):
         respond: converts a trajectory to slime's sample.
         judge: called on ``loop``.
         timeout_s: longest wait for a reward.
-
-    Example: ``await scorer.score(trajectory)`` is 1.0, and ``scorer.take(trajectory.sample_id)`` is slime's sample.
     """
 
     def __init__(

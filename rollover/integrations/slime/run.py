@@ -58,8 +58,6 @@ class SlimeRun:
     Args:
         groups: slime's data source.
         start: the point from which it resumes.
-
-    Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and its metrics.
     """
 
     def __init__(

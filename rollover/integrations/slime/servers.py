@@ -130,10 +130,7 @@ class LentWeights:
 
 
 class LentServer:
-    """One worker of slime, as a member of a pool. It is told when its weights have changed, and loads none itself.
-
-    Example: after ``await server.open()``, a ``LentServer(client, config, model, label="3")`` takes calls.
-    """
+    """One worker of slime, as a member of a pool. It is told when its weights have changed, and loads none itself."""
 
     takes: WeightPath = "memory"
     sleeper = None

@@ -61,11 +61,7 @@ class SlimeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeSettings:
-    """All settings of a run inside slime, checked.
-
-    Example: ``slime_settings(args).hosted.rollout.strategy.kind`` is ``"april"`` if the user does not choose a
-    strategy.
-    """
+    """All settings of a run inside slime, checked."""
 
     hosted: HostedConfig
     options: SlimeOptions

@@ -17,10 +17,7 @@ from rollover.types import Prompt
 
 
 class GivesGroups(Protocol):
-    """The part of slime's data sources that is used.
-
-    Example: ``get_samples(1)`` is a list of one group, a list of ``--n-samples-per-prompt`` samples.
-    """
+    """The part of slime's data sources that is used."""
 
     def get_samples(self, num_samples: int) -> list[list[Any]]: ...
 

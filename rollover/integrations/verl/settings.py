@@ -49,10 +49,7 @@ class VerlOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlSettings:
-    """All settings of a run inside verl, checked.
-
-    Example: ``verl_settings(config).hosted.rollout.group_size`` is ``actor_rollout_ref.rollout.n``.
-    """
+    """All settings of a run inside verl, checked."""
 
     hosted: HostedConfig
     options: VerlOptions

@@ -43,10 +43,7 @@ class Probe(Sync):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig(StrategyConfig):
-    """Runs one sample of each group first, then the longest groups; it has no options.
-
-    Example: ``ProbeConfig()``, which is ``on_policy``: every trained token has lag 0.
-    """
+    """Runs one sample of each group first, then the longest groups; it has no options."""
 
     builds = Probe
     on_policy = True

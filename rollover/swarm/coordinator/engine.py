@@ -57,8 +57,6 @@ class SwarmEngine:
         valid_names: returns the workers whose token is valid now; without it, all are.
         board: shows people the state of the swarm.
         blocklist: records who was sent away for good; without it, a restart of the run forgets them.
-
-    Example: ``engine.placement.room()`` is 16 once a worker with room for 16 calls has joined.
     """
 
     takes: WeightPath = "memory"

@@ -32,10 +32,7 @@ Refusal = Literal["login", "protocol", "frame"]
 
 
 class Connection(Protocol):
-    """The sending side of one worker's connection.
-
-    Example: ``connection.send(frame)`` returns at once; ``connection.close()`` ends it after what was sent.
-    """
+    """The sending side of one worker's connection."""
 
     def send(self, frame: bytes) -> None: ...
 

@@ -10,10 +10,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Settings of a worker: its engine, and how long it waits for whom.
-
-    Example: ``WorkerConfig(engine=EmbeddedConfig(max_running=16))``, or ``--engine.max_running 16``.
-    """
+    """Settings of a worker: its engine, and how long it waits for whom."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 

@@ -37,10 +37,7 @@ RESTART_S = 2.0
 
 
 class KnownWeights(Protocol):
-    """The weights of a server, as far as its calls have to know them.
-
-    Example: ``ServedWeights`` for a server that we give its weights.
-    """
+    """The weights of a server, as far as its calls have to know them."""
 
     @property
     def version(self) -> int:

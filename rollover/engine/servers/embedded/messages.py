@@ -83,10 +83,7 @@ class _Body(BaseModel):
 
 
 class EmptyBody(_Body):
-    """Says nothing more than the path does.
-
-    Example: the body of ``POST /pause`` is ``{}``.
-    """
+    """Says nothing more than the path does."""
 
 
 class AbortBody(_Body):

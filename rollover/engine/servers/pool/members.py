@@ -37,10 +37,7 @@ _FIRST_RETRY_S = 1.0
 
 
 class PoolEngine(Engine, WeightTarget, Protocol):
-    """An engine that may fail and come back.
-
-    Example: a ``ServerEngine``.
-    """
+    """An engine that may fail and come back."""
 
     @property
     def sleeper(self) -> Sleeps | None:

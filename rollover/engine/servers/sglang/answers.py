@@ -11,10 +11,7 @@ from rollover.engine.servers.http.answer import Answer, Count, Event, Shown, Tok
 
 
 class ModelInfo(Answer):
-    """The model that the server serves, and the label of its weights.
-
-    Example: ``{"model_path": "/models/qwen3-0.6b", "is_generation": true, "weight_version": "rollover:run-7:3"}``.
-    """
+    """The model that the server serves, and the label of its weights."""
 
     model_path: str
     is_generation: bool
@@ -24,10 +21,7 @@ class ModelInfo(Answer):
 
 
 class SGLangServerInfo(Answer):
-    """The server's settings.
-
-    Example: ``{"max_req_input_len": 8186, "internal_states": [{}], "tp_size": 2}``.
-    """
+    """The server's settings."""
 
     max_req_input_len: Annotated[int, Field(ge=1, lt=1 << 31)]
     internal_states: list[Any]
@@ -43,10 +37,7 @@ class SGLangServerInfo(Answer):
 
 
 class RankCalls(Answer):
-    """The calls of one data-parallel rank.
-
-    Example: ``{"num_running_reqs": 12, "num_waiting_reqs": 3}``.
-    """
+    """The calls of one data-parallel rank."""
 
     num_running_reqs: Count
     num_waiting_reqs: Count
@@ -62,10 +53,7 @@ class CallCounts(Answer):
 
 
 class UpdateOutcome(Answer):
-    """The outcome of a change of weights.
-
-    Example: ``{"success": false, "message": "no such folder"}``.
-    """
+    """The outcome of a change of weights."""
 
     success: bool
     message: Shown | None = None
@@ -129,10 +117,7 @@ class Meta(Answer):
 
 
 class Generation(Event):
-    """One event of a call's stream, or the answer to one that does not stream.
-
-    Example: ``{"output_ids": [31, 4], "meta_info": {"completion_tokens": 2}}``.
-    """
+    """One event of a call's stream, or the answer to one that does not stream."""
 
     output_ids: list[TokenId] = Field(default_factory=list)
     meta_info: Meta
@@ -149,18 +134,12 @@ class Worker(Answer):
 
 
 class Workers(Answer):
-    """The workers of a router.
-
-    Example: ``{"workers": ["http://10.0.0.5:30000"]}``.
-    """
+    """The workers of a router."""
 
     workers: list[str | Worker]
 
 
 class WorkerUrls(Answer):
-    """The workers, as slime's and older routers list them.
-
-    Example: ``{"urls": ["http://10.0.0.5:30000"]}``.
-    """
+    """The workers, as slime's and older routers list them."""
 
     urls: list[str]

@@ -10,10 +10,7 @@ from rollover.engine.servers.http.answer import Answer, Count, Event, TokenId
 
 
 class Model(Answer):
-    """A model that the server serves.
-
-    Example: ``{"id": "qwen", "root": "/models/qwen3-0.6b", "max_model_len": 8192}``.
-    """
+    """A model that the server serves."""
 
     id: str
     root: str | None = None
@@ -22,19 +19,13 @@ class Model(Answer):
 
 
 class Models(Answer):
-    """All models that the server serves.
-
-    Example: ``{"data": [{"id": "qwen"}]}``.
-    """
+    """All models that the server serves."""
 
     data: list[Model]
 
 
 class VLLMServerInfo(Answer):
-    """The server's settings, as far as they are used.
-
-    Example: ``{"vllm_config": {"device_config": {"device": "cuda"}, "lora_config": {"max_lora_rank": 16}}}``.
-    """
+    """The server's settings, as far as they are used."""
 
     device: Any = Field(default=None, validation_alias=AliasPath("vllm_config", "device_config", "device"))
     """The name of the device on which it computes, if it is written as one."""
@@ -49,19 +40,13 @@ class VLLMServerInfo(Answer):
 
 
 class PauseState(Answer):
-    """The state of a server: paused or not.
-
-    Example: ``{"is_paused": false}``.
-    """
+    """The state of a server: paused or not."""
 
     is_paused: bool
 
 
 class WeightInfo(Answer):
-    """The label of the weights in force.
-
-    Example: ``{"weight_version": "rollover:run-7:3"}``.
-    """
+    """The label of the weights in force."""
 
     weight_version: str
 
@@ -76,10 +61,7 @@ class WorldSize(Answer):
 
 
 class Success(Answer):
-    """The outcome of an action.
-
-    Example: ``{"success": true}``.
-    """
+    """The outcome of an action."""
 
     success: bool
 

@@ -33,10 +33,7 @@ _OURS = "rollover:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTerms:
-    """The terms on which the servers of a pool are given weights.
-
-    Example: servers with ``WeightTerms(device="cuda:1")`` are given full weights.
-    """
+    """The terms on which the servers of a pool are given weights."""
 
     adapters: AdapterShape | None = None
     """The shape of the adapters that they are given; ``None`` if they are given full weights alone."""

@@ -229,10 +229,7 @@ async def _part(
 
 
 class GroupMember(Protocol):
-    """An engine that can receive weights in a group with others.
-
-    Example: a ``ServerEngine`` with ``engine.weight_transfer = "gloo"``.
-    """
+    """An engine that can receive weights in a group with others."""
 
     @property
     def formats(self) -> Mapping[str, str]:

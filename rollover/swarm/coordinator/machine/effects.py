@@ -19,10 +19,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hand new tokens, or the end of a response, to whoever waits for the call.
-
-    Example: ``Deliver("a#1.", chunk)``, where ``chunk.engine`` is "laptop"
-    """
+    """Hand new tokens, or the end of a response, to whoever waits for the call."""
 
     call_id: str
     chunk: Chunk

@@ -201,7 +201,7 @@ def component_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 @_advantage
 def turn_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     """Return the advantage of each turn: what the episode has earned from it to the end, compared with what the
-    siblings have earned from their turn of the same number on, which is 0 for those that had ended.
+    siblings have earned from their turn of the same number on, which is 0 for siblings that had ended.
 
     Earlier rewards are not in it, since the turn did not change them. The comparison does not depend on what the sample
     did from this turn on, apart from the share 1/G that it has of the mean, as in ``group_std``. All turns of a group

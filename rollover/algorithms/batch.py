@@ -38,8 +38,8 @@ class TokenBatch:
     """Index of the group of the global batch to which each sample belongs; int64."""
 
     share_B: Tensor | None = None
-    """Weight of each sample's mean among those of its episode, if the turns of episodes may form a tree, of which each
-    path counts as a sample; ``None`` if all are 1."""
+    """Weight of each sample's mean among the means of its episode, if the turns of episodes may form a tree, of which
+    each path counts as a sample; ``None`` if all are 1."""
     is_only_choice_T: Tensor | None = None
     """True where the token's kept set contains no other, so that its log-prob is constant; ``None`` if all were drawn
     from the whole vocabulary."""

@@ -227,7 +227,7 @@ class Algorithm:
 
 
 def component_weight(weights: Mapping[str, float], component: str) -> float:
-    """Return the weight of a component: that of its reward, which the name begins with.
+    """Return the weight of a component: the weight of the reward with whose name the component begins.
 
     Example: with weights of ``{"exact": 1.0, "mine": 0.5}``, the component ``mine/style`` has weight 0.5.
     """

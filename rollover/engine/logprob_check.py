@@ -7,7 +7,7 @@ a version of the weights, while it rests: an engine can be compared at any later
 weights.
 
 Tolerances are means in nats. Rounding makes less than 1e-5 in float32 and some .001 in TF32; computing in bfloat16
-makes .004 to .05, weights of 8 bits make .01 to .1, those of 4 bits .25 and more (measured on models of 2 to 12
+makes .004 to .05, weights of 8 bits make .01 to .1, weights of 4 bits .25 and more (measured on models of 2 to 12
 layers).
 """
 
@@ -38,7 +38,7 @@ HALF_TOLERANCE = 0.1
 
 
 class LogprobCheck(Protocol):
-    """Returns when the log-probs of a member are those of the weights that it serves, else raises ``EngineError``.
+    """Returns when the log-probs of a member belong to the weights that it serves, else raises ``EngineError``.
 
     Needs no more of the member than ``generate``. ``is_known``: the same engine has passed under earlier weights. It is
     asked less if its answers leave no doubt, and its sampling is not checked again. ``draws``: its sampling is checked.

@@ -31,7 +31,7 @@ class RewardScorer:
     42 scores 1.0.
 
     Args:
-        specs: the rewards of all sources; those of one source in the order in which they are listed.
+        specs: the rewards of all sources; rewards of one source in the order in which they are listed.
         folder: of the run, where replies of judges are kept.
 
     Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
@@ -67,7 +67,7 @@ class RewardScorer:
         return self._pool.num_processes if self._pool is not None else 0
 
     def pass_score(self, source: str) -> float:
-        """Return the lowest reward at which a response of this source counts as solved: that of its first reward."""
+        """Return the lowest reward at which a response of this source counts as solved, which its first reward says."""
         return self._raters[source][0].spec.config.pass_score
 
     def compares_siblings(self, source: str) -> bool:

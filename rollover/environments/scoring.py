@@ -42,7 +42,7 @@ class ScoringResult:
 
 
 Values = RewardValue | Sequence[RewardValue]
-"""The value of one response, or those of a group, as a reward returns them."""
+"""The value of one response, or the values of a group, as a reward returns them."""
 
 
 def begin_score(reward: Reward | GroupReward, samples: Sequence[RewardSample]) -> Values | Awaitable[Values]:

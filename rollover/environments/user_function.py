@@ -106,8 +106,8 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
-    """Return the arguments that the function requires, except those ``given`` and those that every function receives.
-    Raises ``DataError`` like ``import_function``."""
+    """Return the arguments that the function requires, except the arguments ``given`` and the arguments that every
+    function receives. Raises ``DataError`` like ``import_function``."""
     parameters = parameters_of(path, import_function(path))
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return tuple(p.name for p in by_name if p.default is p.empty and p.name not in {*ALWAYS_GIVEN, *given})

@@ -171,9 +171,9 @@ def is_begun_by_environment(trajectory: Trajectory) -> bool:
 
 
 def turn_sampling(trajectory: Trajectory, sampling: SamplingParams, turn_limit: int | None) -> SamplingParams:
-    """Return the settings of the turn that goes on: its limit is that of a turn, and what is left of the response's
-    for an episode, whose observations count too. In a tree of turns, the response's limit holds for each path, and for
-    all that is sampled."""
+    """Return the settings of the turn that goes on: its limit is the limit of a turn, and what is left of the
+    response's for an episode, whose observations count too. In a tree of turns, the response's limit holds for each
+    path, and for all that is sampled."""
     if turn_limit is None:
         return sampling
     path = len(trajectory.before(len(trajectory.observations))) - len(trajectory.prompt.token_ids)

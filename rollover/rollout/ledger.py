@@ -129,7 +129,7 @@ class Ledger:
         self.dropped: Counter[WasteCause] = Counter()
         """Number of groups dropped, by cause."""
         self.num_failed = self.num_failed_tokens = 0
-        """Number of samples failed, and of their tokens; those that no reward applies to are not among them."""
+        """Number of samples failed, and of their tokens; samples to which no reward applies are not among them."""
         self._proved: set[int] = set()
         """Consumed groups that ``check`` has found correct."""
         for event in events:

@@ -17,8 +17,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
     weigh every token alike; ``staleness/group_mean`` is the mean over groups of the mean of their tokens, and
-    ``staleness/head_mean`` that of their oldest tokens.
-    ``prompt/repeated`` is the share of the rows of the dataset whose prompt is that of another row of the batch.
+    ``staleness/head_mean`` is the lag of their oldest tokens.
+    ``prompt/repeated`` is the share of the rows of the dataset whose prompt another row of the batch has too.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]

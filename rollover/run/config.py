@@ -123,7 +123,7 @@ class RunConfig:
 
     @property
     def best_metric(self) -> str:
-        """Return ``eval.metric`` under the name that evaluations give it: without that of a source that is the only
+        """Return ``eval.metric`` under the name that evaluations give it: without the source, if there is only
         one."""
         names = [source.name for source in self.tasks.eval]
         return self.eval.metric.removesuffix(f"/{names[0]}") if len(names) == 1 else self.eval.metric

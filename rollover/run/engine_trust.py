@@ -6,7 +6,7 @@
 log-prob check  at the start, after every weight load, and      another model, number format or version; log-probs
                 before a server that was out is used again      from before the temperature
 sampling check  once, before an engine's first call, and        greedy decoding, a truncated distribution, another
-                before one that was out is used again           temperature, behind log-probs that are right
+                before a server that was out returns           temperature, behind log-probs that are right
 drift           after every batch, over at least 64 tokens      the same, and what happens between two checks or to
                 that the weights in force sampled, from as      some tokens only: a reload by another process, for
                 many batches as that takes                      example
@@ -41,7 +41,7 @@ from rollover.errors import EngineError, EngineMismatch
 from rollover.rollout.config import RolloutConfig
 
 _NUM_REFERENCES = 8
-"""Number of versions under which members can be checked: those of a swarm may be a few behind."""
+"""Number of versions under which members can be checked: members of a swarm may be a few behind."""
 MIN_TOKENS = 64
 """The fewest tokens of an engine that are meaningful: in half precision, single tokens can be far off."""
 

@@ -56,7 +56,7 @@ class DeviceMemory:
 
 def memory_lines(config: RunConfig) -> list[str]:
     """Describe how much memory trainer and engines take on each device, which engines this leaves out, and which
-    setting to change if it is too much. Activations are those of the largest pass that responses of the greatest
+    setting to change if it is too much. Activations are counted for the largest pass that responses of the greatest
     length cause.
 
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.

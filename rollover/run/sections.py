@@ -87,7 +87,7 @@ class EvalConfig:
     such as ``accuracy/gsm8k``."""
     keep_best: bool = False
     """Saves a checkpoint of all weights that are evaluated, and keeps the best one beside the newest. Evaluations then
-    pause the run under every strategy, so that the weights that are measured are those of the checkpoint."""
+    pause the run under every strategy, so that the checkpoint contains the weights that are measured."""
     patience: int = 0
     """Ends the run when this number of evaluations in a row have found no better weights; 0 never does."""
 

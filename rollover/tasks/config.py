@@ -84,7 +84,8 @@ class TasksConfig:
     shuffle: bool = True
     """If true, the rows are reshuffled in every epoch; otherwise they keep the file's order."""
     curriculum: CurriculumConfig | None = None
-    """Draws prompts by their pass rate: those that are always or never solved less often. Left out: all alike."""
+    """Draws prompts by their pass rate: prompts that are always or never solved are drawn less often. Left out: all
+    alike."""
 
     def __post_init__(self) -> None:
         for role, sources in (("train", self.train), ("eval", self.eval)):

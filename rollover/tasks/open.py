@@ -141,7 +141,7 @@ def reply_end(tokenizer: Any, config: TasksConfig) -> int:
 
 
 def response_ends(folder: Path, tokenizer: Any, config: TasksConfig) -> tuple[int, ...]:
-    """Return the tokens that end a response: those that the model's folder names, and the chat template's."""
+    """Return the tokens that end a response: tokens that the model's folder names, and the chat template's."""
     return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), reply_end(tokenizer, config)]))
 
 

@@ -175,7 +175,7 @@ class RowSource(_DatasetSource):
         self._seed = seed
         self._shuffle = shuffle
         self.num_given = num_rows
-        """Number of rows with those that are left out."""
+        """Number of rows, including rows that are left out."""
         self._admissible = self._scan(num_rows)
         # Around a boundary, prompts of two epochs are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._order_of)
@@ -206,7 +206,7 @@ class RowSource(_DatasetSource):
         return shuffled
 
     def _scan(self, num_rows: int) -> array[int]:
-        """Read every row once and list those that can be used. Finds rows without the needed columns on the way."""
+        """Read every row once and list the rows that can be used. Finds rows without the needed columns on the way."""
         admissible = array("q")
         for start in range(0, num_rows, _SCAN_ROWS):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))

@@ -214,7 +214,7 @@ class PromptEncoder:
         return cut
 
     def _expected_marks(self, written: Written) -> Counter[int]:
-        """Count the markers that the template spells out between the texts, and those of the assistant itself."""
+        """Count the markers that the template spells out between the texts, and the markers of the assistant itself."""
         text, at = written.text, 0
         spelled: list[str] = []
         for span in written.spans:

@@ -84,7 +84,7 @@ def puzzle(
     seed: int, *, width: int = 4, height: int = 4, boxes: int = 1, walls: int = 2, moves: int = 6, detours: float = 0.0
 ) -> dict[str, Any]:
     """Make a puzzle backwards: from the solved positions, every position that a solution can begin with is visited, the
-    nearest first, and one that takes at most ``moves`` moves is drawn, each number of moves alike.
+    nearest first, and a position at most ``moves`` moves away is drawn, each number of moves alike.
 
     Returns:
         ``prompt``, the board, and ``answer``, a shortest solution with a move on each line; a share ``detours`` of the

@@ -181,8 +181,8 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest, sums: Mapping[str, str] | None = None) -> None:
-    """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` has those that
-    are already known, by path within the folder."""
+    """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` has the
+    checksums that are already known, by path within the folder."""
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     known = sums or {}
     files = {name: known[name] if name in known else sum_of_file(folder / name) for name in names}

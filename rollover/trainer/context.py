@@ -138,7 +138,7 @@ class RowShare:
         return parts.transpose(0, 1).flatten(1, 2)
 
     def own_routes(self, routes: RowRoutes) -> RowRoutes:
-        """Return the routes of this rank's positions; those of padding are not known."""
+        """Return the routes of this rank's positions; routes of padding are not known."""
         num = len(self.input_ids_N)
         own = slice(self.context.place * num, (self.context.place + 1) * num)
         return RowRoutes(

@@ -3,7 +3,7 @@
 The drift compares tokens that were sampled with the weights at the start of the step and a cache of the same weights:
 there, engine and trainer computed the same number, and differ only by rounding. A response with replayed routes counts
 if all of it was sampled so: the trainer computes its older tokens with the experts of their versions, and the engine
-computed them again with those of the newest.
+computed them again with the weights of the newest.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class LedRanks(ABC):
         return is_any
 
     def _fail(self, doing: str) -> NoReturn:
-        """Raise the error of the first failure, once it is known which one that is."""
+        """Raise the error of the first failure, once it is known which failure was first."""
         deadline_s = time.monotonic() + _GRACE_S
         while waiting := self._waiting():
             rest_s = deadline_s - time.monotonic()

@@ -76,7 +76,7 @@ class LocalTrainer:
         self._version = 0
         self._lease = Lease()
         self._is_whole = True
-        """True if the weights are those of ``version``: no step was left half done."""
+        """True if the weights have ``version``: no step was left half done."""
         initial = resolve_model(model)
         check_suits(config, read_model_config(initial, weights=False))
         self._context = open_context(world, config.context_parallel)

@@ -2,7 +2,7 @@
 
 Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's dtype. A
 token that was drawn from a part of the vocabulary is normalised over that part, its kept set, whatever the weights: the
-policy that is trained is the one that was sampled from (Keep Sampling Mask of DeepSeek-V3.2, arXiv 2512.02556).
+policy that is trained is the policy that was sampled from (Keep Sampling Mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.packing import PackedRow
 
 ENTROPY_STRIDE = 32
-"""Tokens of a batch of which one has its entropy measured: that of all would cost more than half as much as the head
+"""Tokens of a batch of which one has its entropy measured: measuring all would cost more than half as much as the head
 and the loss."""
 LOGITS_PER_CHUNK = 1 << 26
 """Number of logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""

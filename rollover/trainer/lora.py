@@ -201,7 +201,7 @@ def name_in_file(name: str) -> str:
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
-    """Load the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they are not those of the model."""
+    """Load the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they do not fit the model."""
     own = named_adapters(model)
     for name, tensor in read_adapters(checkpoint, own).items():
         own[name].copy_(tensor)
@@ -209,7 +209,7 @@ def _load(model: nn.Module, checkpoint: Path) -> None:
 
 def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the adapters of a checkpoint, by their names there. Raises ``DamagedCheckpoint`` when names or shapes are
-    not those of ``like``."""
+    not the shapes of ``like``."""
     path = checkpoint / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)

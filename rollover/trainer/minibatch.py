@@ -1,6 +1,6 @@
 """A batch of trajectories as tensors, split into the mini-batches of its optimizer steps.
 
-Invariants: samples and tokens have one order (that of the shuffled groups) in every tensor of a batch, rows
+Invariants: samples and tokens have one order (the order of the shuffled groups) in every tensor of a batch, rows
 refer to it by index, and denominators count the whole mini-batch whatever its split into rows.
 """
 
@@ -37,7 +37,7 @@ class BatchTensors:
     """The sequences to compute, ``P`` in all: a sample has several if its turns form a tree."""
     sample_P: Tensor
     share_P: Tensor
-    """Weight of a path's mean in that of its sample: the path's share of the tokens or, if one ratio counts for all of
+    """Weight of a path's mean in its sample's mean: the path's share of the tokens or, if one ratio counts for all of
     a sequence, an equal one."""
     sample_ids: tuple[SampleId, ...]
     samples_per_group: tuple[int, ...]
@@ -133,7 +133,7 @@ def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndar
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray[Any, Any]:
-    """Return the reward of each turn, ``[B, K]``, with NaN for those that a sample lacks. What the sample's reward has
+    """Return the reward of each turn, ``[B, K]``, with NaN for turns that a sample lacks. What the sample's reward has
     beyond the rewards of its turns was earned by all of it, and counts for its last turn."""
     table = np.full((len(trajectories), max(max(len(t.turns), 1) for t in trajectories)), np.nan)
     for row, t in enumerate(trajectories):

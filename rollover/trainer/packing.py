@@ -91,13 +91,13 @@ class TrainingSample:
         return sum(self.is_sampled) if self.is_sampled else len(self.response_ids)
 
     def sampled(self, values_R: Ints) -> Ints:
-        """Return the values of sampled tokens among those of all response tokens."""
+        """Return the values of the sampled tokens, given values of all response tokens."""
         return values_R[np.array(self.is_sampled)] if self.is_sampled else values_R
 
     @property
     def num_shared(self) -> int:
-        """Return how many positions it shares with siblings: those of its prompt, without the last one if the route
-        with which that one predicts the first response token is its own."""
+        """Return how many positions it shares with siblings: the positions of its prompt, without the last one if the
+        route with which that one predicts the first response token is its own."""
         return len(self.prompt_ids) - bool(self.routes)
 
 

@@ -67,8 +67,8 @@ def write_share(
 
 
 def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[str, int]) -> dict[str, Tensor]:
-    """Gather the tensors of ``owned_by`` one after another, and return those that this rank owns, on the CPU. All ranks
-    call it with the same names in the same order."""
+    """Gather the tensors of ``owned_by`` one after another, and return the tensors that this rank owns, on the CPU. All
+    ranks call it with the same names in the same order."""
     own: dict[str, Tensor] = {}
     for name, owner in owned_by.items():
         tensor = tensors[name].detach()

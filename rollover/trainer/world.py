@@ -52,7 +52,7 @@ class World:
     Args:
         progress: how much each rank has done, ``[size]``; this one increments its own entry.
         mesh: the devices of all ranks, in one dimension.
-        timeout_s: the deadline of collectives among some of the ranks; those of all ranks have their process group's.
+        timeout_s: the deadline of collectives among some of the ranks; others have their process group's.
 
     Example: on rank 1 of 2, ``world.sum(torch.tensor([1.0]), "ones")`` returns 2 on both.
     """

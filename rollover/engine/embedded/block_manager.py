@@ -11,7 +11,7 @@ Invariants:
 * Every block is in one place: referenced (``ref_count`` block tables hold it), evictable (cached and unreferenced) or
   empty. Block 0 is never handed out: its keys and values stay zero, and unused entries of block tables point at it.
 * No two blocks have the same key, and what a cached block is said to hold is never overwritten.
-* Unreferenced blocks alone are evicted, one at a time and when no block is empty: those of finished responses first,
+* Unreferenced blocks alone are evicted, one at a time and when no block is empty: blocks of finished responses first,
   then the least recently used; of a prefix, the later block before the earlier one. Finished responses keep no more
   blocks than were ever referenced at once, so that memory which was never needed is not touched for them.
 """

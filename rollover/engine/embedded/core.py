@@ -149,7 +149,8 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
-        """End those of these calls that are open and give their final chunks; their cache stays while there is room."""
+        """End these calls, as far as they are open, and give their final chunks; their cache stays while there is
+        room."""
         return [
             self._finish(self._open[request_id], FinishReason.ABORT)
             for request_id in dict.fromkeys(request_ids)
@@ -313,7 +314,7 @@ class EngineCore:
         return self._model_runner.decode(tokens, [s.request.params for s in sequences], noise_B)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
-        """Give ``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
+        """Give ``[B, N]``: the blocks of each sequence, padded with the null block to the length of the longest."""
         width = self.scheduler.blocks.num_for(int(lengths_B.max()))
         tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
         for row, sequence in zip(tables_BN, sequences, strict=True):

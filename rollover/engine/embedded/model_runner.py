@@ -29,7 +29,7 @@ from rollover.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """New tokens of B sequences, those of one after those of another.
+    """New tokens of B sequences, one sequence after the other.
 
     Example:
         Two new tokens after five cached ones, and one after eight, in blocks of 4: ``token_ids_T = [11, 12, 13]``,
@@ -94,7 +94,7 @@ MakeModelRunner = Callable[[Architecture, RunnerSizes, torch.dtype, torch.device
 
 
 class PrefillAttention:
-    """Attention of new tokens of several sequences, each attending to its cache and to those of its own before it.
+    """Attention of new tokens of several sequences, each attending to its cache and to its own new tokens before it.
 
     Tokens come packed, ``T = sum(counts)``; only inside the attention product are they padded. Shapes: B sequences, Q
     new tokens of the longest, H query heads, K key-value heads, D head dimension, S tokens of a block, N blocks of the

@@ -2,7 +2,7 @@
 
 PyTorch's operations read and write every intermediate, cost some microseconds each, and leave threads behind that look
 for more work in the way of others. Here the threads go through an iteration together (``kernels.c``), from token ids to
-logits. Arithmetic and cache are in float32, even over bfloat16 weights. Results are those of ``TorchModelRunner`` up to
+logits. Arithmetic and cache are in float32, even over bfloat16 weights. Results equal ``TorchModelRunner``'s up to
 rounding, and do not depend on the rest of the batch. The library is built in a directory of its own and loaded at once:
 nothing stays on disk, and nothing built elsewhere is ever loaded.
 """

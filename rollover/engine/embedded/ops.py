@@ -30,7 +30,7 @@ M = TypeVar("M", bound=Matrix)
 
 
 class Layout(Protocol[M]):
-    """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache.
+    """``weight_dtype`` is what weights are rounded to, ``dtype`` the number format of activations and cache.
 
     Example: ``TorchLayout(torch.bfloat16, device).matrix(1024, 4096)`` is a ``TorchMatrix`` for products of
     ``[T, 1024]`` that give ``[T, 4096]``.
@@ -55,7 +55,7 @@ class Layout(Protocol[M]):
 
 
 class ExpertMatrices(Generic[M]):
-    """The same matrix of every expert, filled as one: the outputs of one expert after those of another.
+    """The same matrix of every expert, filled as one: the outputs of one expert after the outputs of another.
 
     Example: with 48 outputs of each expert, ``fill(96, weights_OI)`` is ``matrices[2].fill(0, weights_OI)``.
     """

@@ -6,7 +6,7 @@ distribution. So what a sample draws does not depend on who else is in the batch
 The reported log-prob belongs to the distribution sampled from: ``log_softmax(logits / temperature)`` over the
 full vocabulary, in float32; renormalised over the tokens left when top-k, top-p or min-p cut some off (in this
 order); at temperature 0, which is greedy, ``log_softmax(logits)``. Of equal logits at the border of top-k or top-p,
-those of the lower token ids stay, so that a kept set never exceeds top-k.
+the lower token ids stay, so that a kept set never exceeds top-k.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class SequenceScheduler:
         return [s for s in self.running if len(s.token_ids) == s.num_cached_tokens + 1]
 
     def remove(self, sequence: Sequence, *, park: bool) -> None:
-        """Take it out, waiting or running. Its cache can be found until the room is needed; that of a finished
+        """Take it out, waiting or running. Its cache can be found until the room is needed; the cache of a finished
         response, which fewer ask for, is evicted before the cache of parked samples and prompts."""
         if sequence not in self.running:
             self.waiting.remove(sequence)
@@ -145,8 +145,8 @@ class SequenceScheduler:
             self.blocks.release(prompt)
 
     def update(self, policy_version: int, *, recompute: bool) -> None:
-        """Record new weights. A fresh sample finds nothing that older ones computed; one that was open or parked
-        keeps what it had, or loses it."""
+        """Record new weights. A fresh sample finds nothing that older weights computed; a sample that was open or
+        parked keeps what it had, or loses it."""
         self.policy_version = policy_version
         self._epoch += 1
         if recompute:
@@ -197,7 +197,8 @@ class SequenceScheduler:
         return not prefilling.isdisjoint(next_keys)
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, copies: list[BlockCopy]) -> bool:
-        """Give it blocks for all its tokens, the first ones those of ``prefix``; without room, False and no change."""
+        """Give it blocks for all its tokens, beginning with the blocks of ``prefix``; without room, False and no
+        change."""
         blocks, num_blocks, spare = self.blocks, self.blocks.num_for(sequence.num_tokens), len(self.running)
         taken = blocks.take(prefix, num_blocks, spare)
         if taken is None and not self.running:  # a tail to copy may be one block too many

@@ -19,7 +19,7 @@ from rollover.types import FinishReason
 
 
 class Chain(NamedTuple):
-    """The place where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks."""
+    """The place where the keys of a sequence's blocks begin, and the oldest weights that computed any block."""
 
     root: Key
     kv_version: int

@@ -47,7 +47,7 @@ class LoadedWeights:
     def __init__(self, slots: Mapping[str, Slot], initial: FolderWeights, *, tied_embeddings: bool) -> None:
         self._initial, self._tied = initial, tied_embeddings
         self._adapted: Collection[str] | None = ()
-        """The weights that are not those of ``initial`` since they have an adapter; ``None`` when all may be others."""
+        """The weights that differ from ``initial`` since they have an adapter; ``None`` when all may be others."""
         self._filled: set[str] = set()
         """The slots that have been filled since ``begin``."""
         self._fill_from(slots, initial, names=None)
@@ -104,7 +104,7 @@ class LoadedWeights:
         return AppliedAdapters(self._initial, source)
 
     def _fill_from(self, slots: Mapping[str, Slot], source: WeightSource, *, names: Collection[str] | None) -> None:
-        """Fill ``slots`` from full weights; only those of ``names`` if the others have what they need."""
+        """Fill ``slots`` from full weights; only the slots of ``names`` if the others have what they need."""
         stored = zip(slots.values(), self._stored(slots, source), strict=True)
         chosen = [(slot, name) for slot, name in stored if names is None or name in names]
         with torch.inference_mode():

@@ -46,7 +46,7 @@ class ServerConfig(EngineConfig):
     launch_args: Changeable[tuple[str, ...]] = ()
     """Additional arguments for it, such as `["--tensor-parallel-size", "2"]`."""
     launch_env: Changeable[Mapping[str, str]] = field(default_factory=dict)
-    """Environment variables for it, in addition to those of this program."""
+    """Environment variables for it, in addition to this program's own."""
     launch_devices: Changeable[tuple[str, ...]] = ()
     """`CUDA_VISIBLE_DEVICES` of each server that is started; every server sees all devices when left out."""
     launch_timeout_s: Changeable[float] = 900.0
@@ -122,7 +122,7 @@ class ServerConfig(EngineConfig):
 
     @property
     def update_timeout_s(self) -> float:
-        """Return the longest time that an update of all servers takes, including those that fail; if it takes longer,
+        """Return the longest time that an update of all servers takes, including servers that fail; if it takes longer,
         the fault is our own. Weights that are sent to all servers in one group may have to be sent again: without those
         that have failed, and then to one server after the other."""
         again_s = 0.0
@@ -280,8 +280,8 @@ _SIZES = (
 
 
 def argument(args: Sequence[str], *names: str) -> str | None:
-    """Return the value that ``args`` give an option, which may have several names; that of the last mention counts.
-    Words may be joined by ``-`` or ``_``. ``None`` if the option is not there, "" where its value is missing.
+    """Return the value that ``args`` give an option, which may have several names; the value of the last mention
+    counts. Words may be joined by ``-`` or ``_``. ``None`` if the option is not there, "" where its value is missing.
 
     Example: ``argument(["--tp", "2", "--tensor_parallel_size=4"], "--tensor-parallel-size", "--tp")`` is "4".
     """

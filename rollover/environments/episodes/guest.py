@@ -84,7 +84,8 @@ class Guest:
     """Writes out what a request adds; see ``SourceEnvironment.write``."""
 
     def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
-        """Let a request in, or find the one that it repeats: its client has tried again, or is gone without the reply.
+        """Let a request in, or find the request that it repeats: its client has tried again, or is gone without the
+        reply.
 
         Raises:
             RefusedRequest: nothing is answered any more.

@@ -52,7 +52,7 @@ class EpisodeProcess:
         self._alone = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._life: _WorkerLife | None = None
-        """The one that takes new turns."""
+        """The process that takes new turns."""
         self._lives: set[_WorkerLife] = set()
         self._numbers = count()
         self._closed = False

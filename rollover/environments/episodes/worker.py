@@ -130,7 +130,7 @@ class Holder:
 
 
 class _Randomness:
-    """Global random numbers of one episode: those of ``random`` and NumPy."""
+    """Global random numbers of one episode, of ``random`` and NumPy."""
 
     _in_use: ClassVar[_Randomness | None] = None
 
@@ -139,7 +139,8 @@ class _Randomness:
         self._numpy = np.random.MT19937(seed)
 
     def take_over(self) -> None:
-        """Have everything drawn from these numbers from now on; those of the episode before stay as it left them."""
+        """Have everything drawn from these numbers from now on; the numbers of the episode before stay as it left
+        them."""
         before = _Randomness._in_use
         if before is self:
             return

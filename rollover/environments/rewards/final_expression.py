@@ -158,7 +158,8 @@ def _boxes(text: str) -> list[tuple[int, int | None, str]]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Return the place of the closing brace by that of its opening brace; escaped braces are part of the content."""
+    """Return the place of each closing brace by the place of its opening brace; escaped braces are part of the
+    content."""
     found, open_braces = {}, []
     for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if brace[0] == "{":

@@ -43,7 +43,7 @@ class FunctionConfig(RewardSettings):
     runs outside every loop, in the main thread of its process, and may call ``asyncio.run``. As in TRL, ``prompts[0]``
     and ``completions[0]`` are texts where the prompt column holds text; where it holds messages, ``prompts[0]`` is a
     list of messages and ``completions[0]`` a list of messages, ``[{"role": "assistant", "content": ...}]``. Of an
-    episode the text is that of the last turn, and the messages are all turns and the environment's answers, which
+    episode the text is the last turn, and the messages are all turns and the environment's answers, which
     ``transcripts[0]`` has in either case, with the ``reward`` of each answer."""
     params: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for ``function``. They take precedence over columns of the same name; the

@@ -118,7 +118,7 @@ class OverlappedRollover(Rollover):
         return max(0, min(launched - len(ledger.open) - left_over, self.headroom(view)))
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
-        """Take groups that started under old weights first, so that none waits behind those of a later round."""
+        """Take groups that started under old weights first, so that none waits behind the groups of a later round."""
         in_order = sorted(view.ledger.ready.values(), key=lambda group: group.start_version or 0)
         if len(in_order) < self.batch_size:
             return None

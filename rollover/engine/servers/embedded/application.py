@@ -97,7 +97,7 @@ async def _act(kind: type[BaseModel], act: Callable[[Any], Awaitable[object]], r
 
 
 class _Guard:
-    """Refuses requests without the key, and those that a web page could have made a browser of this machine send: a
+    """Refuses requests without the key, and requests that a web page could have made a browser of this machine send: a
     page's own name that points here, or a body that is not said to be JSON."""
 
     def __init__(self, application: ASGIApp, *, key: str | None, host: str) -> None:

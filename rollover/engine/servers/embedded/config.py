@@ -59,7 +59,7 @@ class EmbeddedServerConfig(ServerConfig):
         return EmbeddedConfig(max_running=self.running(), **{key: getattr(self, key) for key in _OF_STARTED})
 
     def started(self) -> EmbeddedConfig:
-        """Return the settings of the engine in each server, including those that ``launch_args`` override."""
+        """Return the settings of the engine in each server, including settings that ``launch_args`` override."""
         args, settings = self.launch_args, self.embedded()
         device, dtype = argument(args, "--device"), argument(args, "--dtype")
         try:

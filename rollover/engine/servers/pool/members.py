@@ -265,7 +265,7 @@ class Members:
 
 
 class Dispatch:
-    """Assigns calls to the member with most room, or to that of their siblings.
+    """Assigns calls to the member with most room, or to the member of their siblings.
 
     Example: of two members with 64 slots, one with 10 calls and one with 3, the second gets the next prompt.
     """

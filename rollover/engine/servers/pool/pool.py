@@ -1,5 +1,5 @@
-"""Several engines as one: calls go where there is room, weights go everywhere, and one that fails is left out for a
-while.
+"""Several engines as one: calls go where there is room, weights go everywhere, and an engine that fails is left out for
+a while.
 
 ====================  ==========================  =========================================================
 task                  waits for                   is unblocked by
@@ -92,7 +92,7 @@ class EnginePool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Report what every member can do; room is that of the members that are up, at least one's."""
+        """Report what every member can do; room is the room of the members that are up, at least one's."""
         each = [member.engine.capabilities for member in self._members.all]
         up = [member.engine.capabilities for member in self._members.up] or [max(each, key=lambda c: c.max_running)]
         return Capabilities(

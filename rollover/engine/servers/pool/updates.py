@@ -157,8 +157,8 @@ class PoolUpdates:
         with the next update. Returns their version.
 
         Args:
-            was_late: the pool had newer weights before the member had taken in those that it was given. If weights
-                are sent, which takes longer than a fast run keeps a version, it then gets the next with the others.
+            was_late: the pool had newer weights before the member had taken in the weights that it was given. If
+                weights are sent, which takes longer than a fast run keeps a version, it then gets the next with the others.
         """
         engine, name = member.engine, member.name
         await self._resumed.wait()

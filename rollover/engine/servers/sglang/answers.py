@@ -117,7 +117,7 @@ class Meta(Answer):
 
 
 class Generation(Event):
-    """One event of a call's stream, or the answer to one that does not stream."""
+    """One event of a call's stream, or the answer to a call that does not stream."""
 
     output_ids: list[TokenId] = Field(default_factory=list)
     meta_info: Meta

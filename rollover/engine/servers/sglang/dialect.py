@@ -180,7 +180,7 @@ class SGLangDialect(NamedCalls):
     # -- calls -----------------------------------------------------------------------------------------------
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
-        """Send a call and stream what comes back. Tokens that come before any weights are sent are those of the label
+        """Send a call and stream what comes back. Tokens that come before any weights are sent belong to the label
         in force; others wait for the server's word."""
         shown = self._client.reader.shown
         reply = Reply(

@@ -67,7 +67,7 @@ async def open_sglang(config: SGLangConfig, setup: EngineSetup) -> EnginePool:
 
 
 async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:
-    """List the urls of workers, each once: a server's own when it is one, those of its workers when it is a router.
+    """List the urls of workers, each once: a server's own, or the urls of a router's workers.
 
     Raises ``EngineError`` when a router has no workers, or has some that only prefill or only decode.
     """

@@ -24,7 +24,7 @@ class VLLMConfig(ServerConfig):
     """Program that starts a server, from the environment in which vLLM is installed: `["/opt/vllm/bin/vllm", "serve"]`,
     or `["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]` if that program is missing or fails."""
     served_model: Changeable[str | None] = None
-    """Name under which the servers serve the policy; the first one that they list when left out."""
+    """Name under which the servers serve the policy; the first name that they list when left out."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """Treatment of running samples in a weight update. `recompute` stops them before it and resumes them after it, so
     that every token is sampled from exactly the policy it is labelled with. `keep` freezes them with their cache:
@@ -38,7 +38,7 @@ class VLLMConfig(ServerConfig):
     out on a CPU, where vLLM 0.32 crashes on seeded calls whose prompt it prefills in parts."""
     weight_transfer: Changeable[Literal["folder", "nccl"]] = "folder"
     """Path by which weights reach the servers. `folder`: they read them from `weights_dir`, which must have the same
-    path on their machines. `nccl`: the trainer, or the first of its ranks, sends them from its GPU to those of all
+    path on their machines. `nccl`: the trainer, or the first of its ranks, sends them from its GPU to the GPUs of all
     servers at once, and no folder is written; servers must be started with `--weight-transfer-config '{"backend":
     "nccl"}'`, which `launch` does itself."""
     stream_interval_tokens: Changeable[int] = 16

@@ -44,7 +44,7 @@ def compute_advantages(
         rewards_B: after shaping, one per sample.
         group_B: group of each sample, int64, counted from 0.
         sample_T: sample of each response token, int64, non-decreasing.
-        loss_mask_T: 1.0 where the token trains.
+        loss_mask_T: 1.0 if the token trains.
         baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many siblings they
             stand for; only ``history`` needs it.
         components: only ``component_std`` needs them.
@@ -231,7 +231,7 @@ def history(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     With ``x`` the reward minus the baseline's mean, ``n / (n + 1) x`` is its distance from the mean of all ``n + 1``
     and ``n std^2 + n / (n + 1) x^2`` the sum of their squared distances. Hence ``|advantage| < n / sqrt(n + 1)``
     (with ddof 1), whatever the rewards and their scale: 2.475 for the 7 siblings that a history stands for at most,
-    and 0 where nothing was known. It rises with the sample's own reward and depends on nothing else that happens
+    and 0 if nothing was known. It rises with the sample's own reward and depends on nothing else that happens
     after the sample began, so no order of finishing biases it.
     """
     assert batch.baseline_B3 is not None, "only samples that are groups of their own have a baseline from history"

@@ -29,7 +29,7 @@ class TokenBatch:
     """Under the frozen reference policy; ``None`` unless a KL term needs it."""
     advantages_T: Tensor
     loss_mask_T: Tensor
-    """1.0 where the token trains, 0.0 where it is masked out (truncated sample, environment token)."""
+    """1.0 if the token trains, 0.0 if it is masked out (truncated sample, environment token)."""
     staleness_T: Tensor
     """Training step minus the version that sampled the token; int64, at least 0."""
     sample_T: Tensor
@@ -41,7 +41,7 @@ class TokenBatch:
     """Weight of each sample's mean among the means of its episode, if the turns of episodes may form a tree, of which
     each path counts as a sample; ``None`` if all are 1."""
     is_only_choice_T: Tensor | None = None
-    """True where the token's kept set contains no other, so that its log-prob is constant; ``None`` if all were drawn
+    """True if the token's kept set contains no other, so that its log-prob is constant; ``None`` if all were drawn
     from the whole vocabulary."""
 
     @property

@@ -30,7 +30,7 @@ from rollover.types import UNBOUNDED
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """Names an algorithm of the table. Every other setting keeps the algorithm's own value when it is left out. Raises
-    ``ValueError`` where ``resolve`` would."""
+    ``ValueError`` if ``resolve`` would."""
 
     name: str = "grpo"
     """Name of a row in the table of algorithms."""
@@ -71,7 +71,7 @@ class AlgorithmConfig:
     """Rule that combines token losses into one number; every denominator is a count over the global batch."""
     correction: Correction | None = None
     """Weight of the loss of a token that was sampled by an older version, with rho = exp(proximal - rollout). ``tis``:
-    rho truncated to ``correction_bounds`` (the default: keeps every token, bounded variance). ``mis``: rho where it
+    rho truncated to ``correction_bounds`` (the default: keeps every token, bounded variance). ``mis``: rho if it
     lies within the bounds, 0 elsewhere (IcePop). ``mask_stale``: only tokens of the current version train. ``none``:
     stale tokens are treated as fresh; a warning and a metric say how many there are."""
     correction_level: CorrectionLevel | None = None

@@ -26,17 +26,17 @@ class CorrectionFactors:
     """
 
     factor_T: Tensor
-    """Multiplies the token's loss; 0 where the token is rejected."""
+    """Multiplies the token's loss; 0 if the token is rejected."""
     rho_T: Tensor
     """Importance weight before bounds."""
     log_weight_B: Tensor
     """Log of the product of rho over each sample's trained tokens."""
     truncated_T: Tensor
-    """1.0 where the weight was moved to a bound."""
+    """1.0 if the weight was moved to a bound."""
     rejected_T: Tensor
-    """1.0 where the factor is 0."""
+    """1.0 if the factor is 0."""
     guarded_T: Tensor
-    """1.0 where the guard drops the token's sample; such tokens are rejected."""
+    """1.0 if the guard drops the token's sample; such tokens are rejected."""
 
 
 def correction_factors(algorithm: Algorithm, tokens: TokenBatch) -> CorrectionFactors:

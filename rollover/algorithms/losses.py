@@ -38,8 +38,8 @@ def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denomina
     """Compute the scalar share of the global loss, to minimise, and the statistics of this micro-batch.
 
     ``sum_t weight_t * mask_t * (factor_t * objective_t + kl_coef * kl_t)`` with the weights of
-    ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too; those that
-    carry their own importance weight are only left out where the factor is 0.
+    ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too; estimators
+    that carry their own importance weight are only left out if the factor is 0.
 
     Raises ``LossError`` for a denominator of 0, tensors whose lengths differ, and log-probs or advantages
     that are not finite (naming the sample).

@@ -33,7 +33,7 @@ trained, since training moved it to where the clip stops it."""
 
 
 def untrained_causes(algorithm: Algorithm, tokens: TokenBatch, correction: CorrectionFactors) -> Tensor:
-    """Return each token's index in ``CAUSES``, ``[T]``, or -1 where it is trained. Of several causes the first in this
+    """Return each token's index in ``CAUSES``, ``[T]``, or -1 if it is trained. Of several causes the first in this
     order counts: mask, guard, correction, only choice, advantage."""
     masked_T, rejected_T, guarded_T = tokens.loss_mask_T == 0, correction.rejected_T > 0, correction.guarded_T > 0
     by_correction = WasteCause.MASKED_STALE if algorithm.correction == "mask_stale" else WasteCause.REJECTED_WEIGHT

@@ -46,7 +46,7 @@ def of_nothing(metrics: LossMetrics) -> LossMetrics:
 
 
 def gathered_tokens(world: World, measured_KT: Tensor) -> Tensor:
-    """Return what the ranks have measured at a batch's tokens in one tensor; NaN where none has. No two measure the
+    """Return what the ranks have measured at a batch's tokens in one tensor; NaN if none has. No two measure the
     same token."""
     if world.size == 1:
         return measured_KT
@@ -87,7 +87,7 @@ def entropy_metrics(lengths_B: NDArray[np.int64], entropy_T: NDArray[np.float64]
     ``entropy/end_16`` is the mean over the tokens that 16 to 63 tokens follow.
 
     Args:
-        entropy_T: of each token of the responses, one after the other; NaN where it was not measured.
+        entropy_T: of each token of the responses, one after the other; NaN if it was not measured.
     """
     following_T = np.repeat(np.cumsum(lengths_B), lengths_B) - 1 - np.arange(len(entropy_T))
     range_T = np.where(np.isnan(entropy_T), -1, np.digitize(following_T, ENDS) - 1)
@@ -103,7 +103,7 @@ def measured_drift(
     """Return the drift of each engine that has such tokens.
 
     Args:
-        distance_T: of each token, in the order of ``trajectories``; NaN where the trainer has not computed it under the
+        distance_T: of each token, in the order of ``trajectories``; NaN if the trainer has not computed it under the
             weights at the start of the step.
     """
     by_engine: dict[str, list[NDArray[np.float64]]] = {}

@@ -1,4 +1,4 @@
-"""Weights under the names that files on the hub have, where transformers holds them under others.
+"""Weights under the names that files on the hub have, if transformers holds them under others.
 
 transformers joins the experts of a layer in one tensor and renames some tensors when it loads a model. Engines know the
 names of the hub, so weights leave under those, by the conversion with which transformers itself writes models.

@@ -41,7 +41,7 @@ class KeptSets:
         return KeptSets(counts_T=self.counts_T[index_S], starts_T=self.starts_T[index_S], ids_N=self.ids_N)
 
     def left(self, logits_TV: Tensor) -> Tensor:
-        """Return the logits of the kept tokens, ``[T, K]``, with minus infinity where a set has less than K."""
+        """Return the logits of the kept tokens, ``[T, K]``, with minus infinity if a set has less than K."""
         longest = max(1, int(self.counts_T.max())) if len(self.counts_T) else 1
         columns_K = torch.arange(longest, device=logits_TV.device)
         is_in_TK = columns_K < self.counts_T[:, None]

@@ -171,7 +171,7 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Group members with the same prompt and its routes, which a row holds once; a group is cut where it would exceed
+    """Group members with the same prompt and its routes, which a row holds once; a group is cut if it would exceed
     the ``budget``."""
     siblings: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[list[int]]] = {}
     for index in members:

@@ -158,7 +158,8 @@ class PoolUpdates:
 
         Args:
             was_late: the pool had newer weights before the member had taken in the weights that it was given. If
-                weights are sent, which takes longer than a fast run keeps a version, it then gets the next with the others.
+                weights are sent, which takes longer than a fast run keeps a version, it then gets the next one with
+                others.
         """
         engine, name = member.engine, member.name
         await self._resumed.wait()

@@ -76,7 +76,7 @@ def test_a_family_is_packed_exactly_and_saved_as_transformers_does(family: str, 
 
 def test_gradients_are_those_of_separate_samples(tmp_path: Path) -> None:
     model = make_experts(tmp_path)
-    assert_gradients_of_separate_samples(load_policy(tmp_path), model, make_samples(6))
+    assert_gradients_of_separate_samples(open_model(tmp_path), model, make_samples(6))
 
 
 def test_published_weights_follow_the_model_and_are_announced_unmade(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_gradients_are_those_of_separate_samples(family: str, changes: dict[str,
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="eager")
     model.eval().save_pretrained(tmp_path)
-    policy = load_policy(tmp_path)
+    policy = open_model(tmp_path)
     assert_gradients_of_separate_samples(policy, model, make_samples(6))
     assert named_weights(policy).keys() <= dict(model.named_parameters()).keys()
 

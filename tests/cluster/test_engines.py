@@ -248,7 +248,7 @@ def test_a_run_whose_servers_can_never_be_placed_is_refused_at_once(
     )
     for more in (["--dry-run"], ["--run-dir", str(tmp_path / "out")]):
         assert cli.main(["train", str(file), *more]) == 2
-        assert "engine-0 needs CPU 1, h20 1 on one node" in " ".join(capsys.readouterr().err.split())
+        assert "engine-0 needs CPU 1, h20 1, but the nodes" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -13,10 +13,10 @@ import torch.distributed
 
 from rollover.errors import ConfigError
 from rollover.run import memory
+from rollover.run.building import build_config
 from rollover.run.config import RunConfig
 from rollover.run.memory import device_memory, memory_lines
 from rollover.trainer import memory as trainer_memory
-from tests.run.test_config import load
 
 WIDE = (
     *("--model.scratch.hidden_size", "768", "--model.scratch.intermediate_size", "2304"),
@@ -42,7 +42,7 @@ TRACED: dict[str, Any] = {}
 
 
 def configured(*options: str) -> RunConfig:
-    return load("quickstart", [*WIDE, *options])
+    return build_config("quickstart", [*WIDE, *options])
 
 
 def with_capacity(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -131,7 +131,7 @@ def test_servers_that_take_turns_with_the_trainer_are_told_what_it_keeps(monkeyp
 
 
 def with_servers(kind: str, *options: str) -> RunConfig:
-    return load("quickstart", [*WIDE[:-2], "--engine.kind", kind, "--engine.launch", "true", *options])
+    return build_config("quickstart", [*WIDE[:-2], "--engine.kind", kind, "--engine.launch", "true", *options])
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, num: int, num_bytes: int, visible: str | None = None) -> None:
@@ -186,7 +186,7 @@ def test_servers_are_counted_on_the_gpus_that_they_are_given(monkeypatch: pytest
 
 def test_the_embedded_engine_shares_the_first_gpu_with_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 2, 80 * 2**30)
-    first, second = device_memory(load("quickstart", [*WIDE[:-4], *GPU_TRAINER, "2"]))
+    first, second = device_memory(build_config("quickstart", [*WIDE[:-4], *GPU_TRAINER, "2"]))
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert "engines' cache" in first.parts and "engines' cache" not in second.parts
 
@@ -195,14 +195,16 @@ def test_offloaded_weights_are_counted_in_the_memory_of_the_machine(monkeypatch:
     on_gpus(monkeypatch, 2, 80 * 2**30)
     options = [*WIDE[:-4], *GPU_TRAINER, "2", "--trainer.gradient_checkpointing", "true"]
     options += ["--model.scratch.num_layers", "40", "--trainer.micro_batch_tokens", "416", "--engine.device", "cpu"]
-    on_gpu = device_memory(load("quickstart", options))[0]
-    *gpus, machine = device_memory(load("quickstart", [*options, "--trainer.offload", "true"]))
+    on_gpu = device_memory(build_config("quickstart", options))[0]
+    *gpus, machine = device_memory(build_config("quickstart", [*options, "--trainer.offload", "true"]))
     assert [one.device for one in (*gpus, machine)] == ["cuda:0", "cuda:1", "cpu"]
     kept = ("weights", "gradients", "optimizer")
     assert not any(one.parts[name] for one in gpus for name in kept)
     assert machine.parts[memory._OFFLOADED] == 2 * sum(on_gpu.parts[name] for name in kept)
     on_gpus(monkeypatch, 2, on_gpu.total - 1)
-    assert advice(memory_lines(load("quickstart", options))).startswith("set trainer.offload = true, or train adapters")
+    assert advice(memory_lines(build_config("quickstart", options))).startswith(
+        "set trainer.offload = true, or train adapters"
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,9 @@ def test_it_says_which_servers_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
     def said(config: RunConfig) -> list[str]:
         return [line for line in memory_lines(config) if "not included" in line]
 
-    running = load("quickstart", [*WIDE[:-2], "--engine.kind", "vllm", "--engine.urls", '["http://10.0.0.5:8000"]'])
+    running = build_config(
+        "quickstart", [*WIDE[:-2], "--engine.kind", "vllm", "--engine.urls", '["http://10.0.0.5:8000"]']
+    )
     for config in (
         running,
         with_servers("vllm"),

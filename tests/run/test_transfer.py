@@ -7,8 +7,8 @@ import torch
 import torch.distributed
 
 from rollover.errors import ConfigError
+from rollover.run.building import build_config
 from rollover.run.engine import check_engine, sending_device
-from tests.run.test_config import load
 from tests.run.test_memory import on_gpus
 
 KINDS = ("vllm", "sglang", "embedded_server")
@@ -16,7 +16,7 @@ KINDS = ("vllm", "sglang", "embedded_server")
 
 def checked(kind: str, *options: str) -> list[str]:
     transfer = ("--engine.kind", kind, "--engine.launch", "true", "--engine.weight_transfer", "nccl")
-    return check_engine(load("quickstart", [*transfer, *options]))
+    return check_engine(build_config("quickstart", [*transfer, *options]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,14 +33,14 @@ def test_nccl_that_is_not_there_is_found_before_the_run(kind: str, monkeypatch: 
 def test_this_process_sends_from_the_gpu_on_which_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = ("--engine.kind", "sglang", "--engine.launch", "true", "--engine.weight_transfer", "nccl")
     monkeypatch.setattr("rollover.trainer.models.pick_device", torch.device)
-    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cuda:1"])) == "cuda:1"
-    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cuda"])) == "cuda:0"
-    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cpu"])) == "cuda:0"
-    assert sending_device(load("quickstart", [*nccl, "--trainer.num_devices", "2"])) == "cuda:0"
-    assert sending_device(load("quickstart", ["--trainer.device", "cuda:1"])) is None
+    assert sending_device(build_config("quickstart", [*nccl, "--trainer.device", "cuda:1"])) == "cuda:1"
+    assert sending_device(build_config("quickstart", [*nccl, "--trainer.device", "cuda"])) == "cuda:0"
+    assert sending_device(build_config("quickstart", [*nccl, "--trainer.device", "cpu"])) == "cuda:0"
+    assert sending_device(build_config("quickstart", [*nccl, "--trainer.num_devices", "2"])) == "cuda:0"
+    assert sending_device(build_config("quickstart", ["--trainer.device", "cuda:1"])) is None
     monkeypatch.setattr("rollover.trainer.models.pick_device", None)  # the trainer's GPU is on a node of the cluster
     on_cluster = ("--cluster.address", "auto", "--trainer.device", "cuda")
-    assert sending_device(load("quickstart", [*nccl, *on_cluster])) == "cuda:0"
+    assert sending_device(build_config("quickstart", [*nccl, *on_cluster])) == "cuda:0"
 
 
 @pytest.mark.parametrize("kind", KINDS)

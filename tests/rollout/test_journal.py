@@ -403,7 +403,7 @@ def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "redo"), [("april", False), ("april", True), ("bounded_async", False), ("oversample", False)]
 )
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_restart_of_a_restart_of_a_restart(name: str, redo: bool, data: st.DataObject) -> None:
     """Cut again and again, also while batches are being replayed; with ``redo`` the outcome is as without a cut."""

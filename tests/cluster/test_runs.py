@@ -69,7 +69,7 @@ def test_a_dry_run_says_what_the_cluster_is_asked_for(
         (
             ("--trainer.num_devices", "3"),
             "the trainer needs 3 bundles of CPU 1, rank 1 (trainer.num_devices, cluster.trainer_resources), but the"
-            " nodes of the Ray cluster have room for 2: node",
+            " nodes of the Ray cluster have room for 2 of 3: node",
         ),
         (("--trainer.device", "cuda"), "the trainer needs 2 bundles of GPU 1, rank 1"),
         (("--trainer.device", "cuda:1"), "trainer.device 'cuda:1' cannot be used on a cluster: set 'auto', 'cuda' or"),

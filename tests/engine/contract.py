@@ -328,9 +328,9 @@ class EngineContract:
             assert engine.stats().decoded_tokens == before
             assert not call.done() and not late.done()
             await engine.resume()
+            await engine.abort(["a#0"])
             assert len(tokens(await other)) == LONG // 2
             assert len(tokens(await late)) == 12
-            await engine.abort(["a#0"])
             assert (await call)[-1].finish_reason is FinishReason.ABORT
 
         self.run(law)

@@ -139,7 +139,8 @@ def test_a_killed_run_answers_programs_from_the_record(agent: Path, processes: P
 
 def test_a_program_that_asks_otherwise_after_a_kill_fails_its_sample(agent: Path, processes: Processes) -> None:
     Path("agent.py").write_text(AGENT.replace("SALT", "str(os.getpid())[-4:]"))
-    Path("run.toml").write_text(Path("run.toml").read_text().replace("= 48", "= 48\nturn_timeout_s = 3"))
+    config = Path("run.toml").read_text().replace('"april"', '"sync"')  # which waits for the episodes that are open
+    Path("run.toml").write_text(config.replace("= 48", "= 48\nturn_timeout_s = 3"))
     runs.kill_amid_episodes(processes, "train", "run.toml", nth=16)
     assert processes.run("train", "--resume", "out").code == 0
     reasons = [event.reason for event in runs.events(Path("out")) if isinstance(event, SampleFailed)]

@@ -29,7 +29,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_publication_that_is_repeated_leaves_the_version_before_it(tmp_path: Path) -> None:
     """Ranks are lost in it, twice."""
     own = Staging(0, fallback=tmp_path)
-    first = own.publication(6, lambda folder: (folder / "six").touch())
+    first = own.filled(6, lambda folder: (folder / "six").touch())
 
     def fail(folder: Path) -> None:
         (folder / "part").touch()
@@ -37,11 +37,11 @@ def test_a_publication_that_is_repeated_leaves_the_version_before_it(tmp_path: P
 
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            own.publication(7, fail)
-    second = own.publication(7, lambda folder: (folder / "seven").touch())
-    assert own.publication(7, fail) == second  # it is there
+            own.filled(7, fail)
+    second = own.filled(7, lambda folder: (folder / "seven").touch())
+    assert own.filled(7, fail) == second  # it is there
     assert sorted(path.name for path in own.path.glob("*/*")) == ["seven", "six"]
-    own.publication(9, lambda folder: None)
+    own.filled(9, lambda folder: None)
     assert second.exists() and not first.exists()
     own.close()
     own.close()

@@ -16,6 +16,8 @@ from rollover.errors import DataError, parse_json
 REPLY = "answer"
 """Name under which a reward function receives the reply if it is the reference."""
 
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
 Messages = list[dict[str, Any]]
 
 
@@ -45,9 +47,14 @@ def parsed(content: Any) -> Any:
     """Return messages that are JSON text, or have the keys of ShareGPT, as messages, and anything else unchanged."""
     found = _read(content, "[{")
     if isinstance(found, list) and all(isinstance(m, Mapping) and {"from", "value"} <= m.keys() for m in found):
-        roles, given = {"human": "user", "gpt": "assistant", "observation": "tool"}, dict.fromkeys(("from", "value"))
-        found = [{**m, **given, "role": roles.get(str(m["from"]), m["from"]), "content": m["value"]} for m in found]
+        found = [_of_sharegpt(message) for message in found]
     return found if is_messages(found) else content
+
+
+def _of_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    sender = message["from"]
+    return {**others, "role": _SHAREGPT_ROLES.get(str(sender), sender), "content": message["value"]}
 
 
 def _read(content: Any, opening: str) -> Any:

@@ -71,8 +71,9 @@ def keep(work: Callable[[], None]) -> NoReturn:
 def limit_memory(gib: int | None) -> None:
     """Limit the addresses of this process, and of each that it starts."""
     if gib is not None:
-        with suppress(ValueError):  # it has a lower limit
-            resource.setrlimit(resource.RLIMIT_AS, (gib * 2**30, gib * 2**30))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = gib * 2**30 if most == resource.RLIM_INFINITY else min(gib * 2**30, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def describe_exit(code: int) -> str:

@@ -198,11 +198,22 @@ async def _open_parts(
     state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
     if math.isfinite(rate := capabilities.prefill_tokens_per_iteration):
         run.note(prefill_tokens_per_iteration=rate)
-    trainer_format, clock = logprob_format(config.trainer, folder), SystemClock(journal.last_time_s)
-    curriculum = _curriculum(config, run, resuming=resuming)
-    rollouts = scorer, environment, journal, state, curriculum
     return _Parts(
-        metrics, trainer, trainer_format, engine, tokenizer, stops, source, evaluation, *rollouts, clock, evaluated
+        metrics=metrics,
+        trainer=trainer,
+        trainer_format=logprob_format(config.trainer, folder),
+        engine=engine,
+        tokenizer=tokenizer,
+        stops=stops,
+        source=source,
+        evaluation=evaluation,
+        scorer=scorer,
+        environment=environment,
+        journal=journal,
+        state=state,
+        curriculum=_curriculum(config, run, resuming=resuming),
+        clock=SystemClock(journal.last_time_s),
+        evaluated=evaluated,
     )
 
 

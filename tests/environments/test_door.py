@@ -70,7 +70,13 @@ def test_a_message_is_its_role_text_and_calls() -> None:
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no JSON"),
         (
             b'{"messages": [{"role": "user", "content": "a"}], "seed": %b%b}' % (b"[" * 700, b"]" * 700),
-            "recursion depth",
+            "more than 100 levels",
+        ),
+        (
+            request(
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 700 + "]" * 700}}]}
+            ),
+            "arguments of a call are nested more than 100",
         ),
         (b"[]", "has no messages"),
         (request(), "has no messages"),

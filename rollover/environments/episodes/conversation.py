@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollover.environments.episodes.tools import ToolCall
 
 _ROLES = {"system", "user", "assistant", "tool"}
+_MOST_LEVELS = 100
+"""Far less than Python's limit of recursion, which whatever handles the request later would meet."""
 
 Messages = list[dict[str, Any]]
 
@@ -59,9 +60,11 @@ def read_request(body: bytes) -> ChatRequest:
     """
     try:
         given = json.loads(body)
-        json.dumps(deepcopy(given), ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # a text may hold half a character; no step goes deeper than a copy
+        json.dumps(given, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # a text may hold half a character
         raise RefusedRequest(f"the request is no JSON: {error}") from None
+    if _is_deeper(given, _MOST_LEVELS):
+        raise RefusedRequest(f"the request is nested more than {_MOST_LEVELS} levels deep")
     if not isinstance(given, dict) or not isinstance(given.get("messages"), list) or not given["messages"]:
         raise RefusedRequest("the request has no messages")
     for name, wanted in (("n", (None, 1)), ("logprobs", (None, False)), ("functions", (None,))):
@@ -90,6 +93,11 @@ def read_request(body: bytes) -> ChatRequest:
         raise RefusedRequest(f"the request has a field of a wrong type: {error}") from None
 
 
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in inner)
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     role = "system" if role == "developer" else role
@@ -116,6 +124,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise RefusedRequest(f"{where}: a call has no name, or arguments that are no JSON") from None
+    if _is_deeper(arguments, _MOST_LEVELS):
+        raise RefusedRequest(f"{where}: the arguments of a call are nested more than {_MOST_LEVELS} levels deep")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -91,18 +91,17 @@ class Reference:
     def logprobs(self, temperature: float) -> NDArray[np.float64]:
         return _log_softmax(self.logits_PV, temperature)
 
-    def mean_difference(self, drawn: Mapping[int, tuple[int, float]], temperature: float) -> float:
-        """Average, over some prompts given by number, how far the reported log-prob of the token after each is from
-        ours."""
-        differences = (abs(p - self.logprob(i, token, temperature)) for i, (token, p) in drawn.items())
-        return sum(differences) / len(drawn)
+    def differences(self, drawn: Mapping[int, tuple[int, float]], temperature: float) -> NDArray[np.float64]:
+        """Return, for some prompts given by number, the reported log-prob of the token after each, less ours."""
+        return np.array([p - self.logprob(i, token, temperature) for i, (token, p) in drawn.items()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """Mean absolute differences in nats, at one temperature.
 
-    Example: ``Mismatch(temperature=0.5, processed=0.4, raw=2e-6)`` means log-probs from before the temperature.
+    Example: ``Mismatch(temperature=0.5, processed=0.4, raw=2e-6, lowest=-0.7)`` means log-probs from before the
+    temperature.
     """
 
     temperature: float
@@ -110,6 +109,8 @@ class Mismatch:
     """Difference from log-probs at that temperature."""
     raw: float
     """Difference from log-probs at temperature 1."""
+    lowest: float
+    """Lowest reported log-prob less ours, at that temperature: not below 0 if tokens are drawn from fewer than all."""
 
 
 def _log_softmax(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
@@ -159,7 +160,7 @@ async def check_logprobs(
 
     Raises:
         EngineMismatch: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;
-            says which of the two it is, and ``remedy``.
+            says which of the two it is, or that tokens are left out, and ``remedy``.
     """
     measured = []
     rest = [i for i in range(len(reference.prompts)) if i not in first]
@@ -170,9 +171,14 @@ async def check_logprobs(
                 continue
             tokens = (draw(engine, reference.prompts[i], temperature, seed=i) for i in numbers)
             drawn |= zip(numbers, await asyncio.gather(*tokens), strict=True)
-            processed, raw = (reference.mean_difference(drawn, at) for at in (temperature, 1.0))
-            mismatch = Mismatch(temperature=temperature, processed=processed, raw=raw)
-            if processed <= tolerance / 2 and not _seems_raw(mismatch):
+            processed, raw = (reference.differences(drawn, at) for at in (temperature, 1.0))
+            mismatch = Mismatch(
+                temperature=temperature,
+                processed=float(abs(processed).mean()),
+                raw=float(abs(raw).mean()),
+                lowest=float(processed.min()),
+            )
+            if mismatch.processed <= tolerance / 2 and not _seems_raw(mismatch):
                 break
         measured.append(mismatch)
         _judge(engine, mismatch, tolerance, remedy)
@@ -206,6 +212,12 @@ def _judge(engine: Engine, found: Mismatch, tolerance: float, remedy: str) -> No
             f"{engine!r} reports log-probs from before the temperature: at temperature {found.temperature} they"
             f" are {found.processed:.3g} nats from those of the sampling distribution, and {found.raw:.3g} from"
             " those without temperature; start vLLM with --logprobs-mode processed_logprobs"
+        )
+    if found.processed > tolerance and found.lowest >= -tolerance / 2:
+        raise EngineMismatch(
+            f"{engine!r} draws from fewer tokens than the trainer's policy: at temperature {found.temperature} none of"
+            f" its log-probs is lower than the trainer's, and they are {found.processed:.3g} nats higher on average;"
+            " remove the top_k, top_p or min_p that the server's defaults or a proxy before it add to each request"
         )
     if not found.processed <= tolerance:
         raise EngineMismatch(

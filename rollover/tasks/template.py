@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -104,7 +105,7 @@ class ChatTemplate:
         text = self._render(messages, tools, arguments or {})
         spans = _spans(text, _texts(messages), outline)
         if spans is None:
-            raise DataError("the chat template takes the text of a message for structure, or rewrites it")
+            raise DataError(_rewrites(text, _texts(messages)))
         return Written(text, spans)
 
     def after_reply(self) -> str:
@@ -244,6 +245,20 @@ def _spans(text: str, texts: Sequence[_Text], outline: _Outline) -> tuple[Span, 
         spans.append(Span(at, at + len(form), role if key == "content" else key))
         at += len(form) + len(piece)
     return tuple(spans) if at == len(text) else None
+
+
+def _rewrites(written: str, texts: Sequence[_Text]) -> str:
+    """Say what a template does to the first text that it did not write as it is."""
+    for each in texts:
+        if not any(form in written for form in _forms(each)):
+            role, key, text = each
+            kept = bisect_left(range(len(text)), True, key=lambda size: text[: size + 1] not in written)
+            return (
+                f"the chat template changes the {key} of a message with role {role!r}: it writes the first {kept} of"
+                f" {len(text)} characters and then not {text[kept : kept + 20]!r}; name a template that does not in"
+                " tasks.chat_template_file, or change the row"
+            )
+    return "the chat template takes the text of a message for structure; change the text, or the template"
 
 
 def _forms(text: _Text) -> list[str]:

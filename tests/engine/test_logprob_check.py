@@ -74,6 +74,12 @@ def test_log_probs_of_another_policy_are_refused() -> None:
     assert check(Reporting(shift=-0.05), 0.1) == pytest.approx((0.05, 0.05))
 
 
+def test_a_server_that_draws_from_fewer_tokens_is_told_apart_from_one_with_other_weights() -> None:
+    """Left out of a softmax, tokens make the log-prob of each of the others higher."""
+    with pytest.raises(EngineMismatch, match=r"fewer tokens.*0\.3 nats higher.*top_k, top_p or min_p"):
+        check(Reporting(shift=0.3), 0.1)
+
+
 @pytest.mark.parametrize("version", range(5))
 def test_who_is_known_is_asked_a_quarter_where_that_leaves_no_doubt(version: int) -> None:
     few = some_prompts(version)

@@ -8,6 +8,7 @@ from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, read_question
 from rollover.tasks.prompts import PromptEncoder
+from rollover.tasks.template import ChatTemplate
 from tests.environments.words import CHAT, char_tokenizer, ids
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -154,3 +155,13 @@ def test_a_template_file_is_always_read_without_its_byte_order_mark(tmp_path: Pa
     assert PromptEncoder(char_tokenizer(), config).encode(Question("hi"), where="x").text == "<user>hi\n<assistant>"
     with pytest.raises(DataError, match=r"no chat template can be chosen .*; set tasks.chat_template_file"):
         PromptEncoder(char_tokenizer({"a": CHAT}), TasksConfig())  # type: ignore[arg-type]
+
+
+def test_a_template_that_cuts_a_text_is_refused_with_the_place(tmp_path: Path) -> None:
+    file = tmp_path / "cuts.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content[:30] }}{% endfor %}")
+    template = ChatTemplate(char_tokenizer(), file=file)
+    assert template.write([{"role": "user", "content": "1+1"}]).text == "<user>1+1"
+    reason = r"role 'user': .*first 30 of 36 characters .* not '234567'; .*tasks.chat_template_file"
+    with pytest.raises(DataError, match=reason):
+        template.write([{"role": "user", "content": "0123456789" * 3 + "234567"}])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from rollover.errors import printable
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.report.samples import ORDERS, Order, TrainedSample, in_order, read_batch, response_pieces, tokenizer_of
 
 _COLOURS = ((-0.1, 245), (-0.7, 250), (-2.3, 220), (-4.6, 208))
@@ -72,7 +72,7 @@ def _described(sample: TrainedSample) -> str:
     )
 
 
-def _coloured(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> str:
+def _coloured(sample: TrainedSample, tokenizer: FastTokenizer, redact: Callable[[str], str]) -> str:
     """Return the response with the places where it was interrupted."""
     logprobs = [p for segment in sample.segments for p in segment.rollout_logprobs]
     breaks = dict(sample.breaks(redact))

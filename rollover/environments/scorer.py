@@ -20,6 +20,7 @@ from rollover.environments.rater import Rater
 from rollover.environments.reward_value import RewardValue
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.errors import NoReward, RewardError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.types import Score, Trajectory
 
 
@@ -37,7 +38,7 @@ class RewardScorer:
     Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], tokenizer: Any, folder: Path | None = None) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], tokenizer: FastTokenizer, folder: Path | None = None) -> None:
         self._tokenizer = tokenizer
         specs = [replace(spec, folder=None if folder is None else str(folder)) for spec in specs]
         for spec in specs:

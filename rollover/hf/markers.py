@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rollover.hf.tokenizer import FastTokenizer
+
 _ANCHORS = ("\n", "a", "0")
 """Text before a piece, so that it is not encoded as the beginning of a text. A piece may merge with one of them."""
 
@@ -23,7 +25,7 @@ class Markers:
     has six ids, none of which is the end of a turn.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
         from tokenizers import Tokenizer
 
         self._whole = tokenizer.backend_tokenizer

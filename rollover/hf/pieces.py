@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from rollover.hf.tokenizer import FastTokenizer
 
 _CONTEXT = 8
 """Tokens before a piece that decide how it is decoded: whether a space stands before it, for example."""
@@ -12,7 +13,7 @@ _MOST_TOKENS = 6
 """Tokens that one character takes at most."""
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def pieces(tokenizer: FastTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds. A character made of several tokens belongs to the last of them.
 
     Example: ``"".join(pieces(tokenizer, ids))`` is the decoded text.

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from rollover.errors import ModelError, parse_json
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def open_tokenizer(folder: Path) -> Any:
+class FastTokenizer(Protocol):
+    """The part of a fast tokenizer of transformers that is used here."""
+
+    name_or_path: str
+    chat_template: Any
+    """A template, or several by name; None if there is none."""
+    backend_tokenizer: Any
+    """The ``tokenizers.Tokenizer`` below it."""
+
+    eos_token_id: int
+    pad_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, text: Sequence[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def save_pretrained(self, folder: Path) -> Any: ...
+
+    def get_chat_template(self, *, tools: Sequence[Any] | None) -> str: ...
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
+
+
+def open_tokenizer(folder: Path) -> FastTokenizer:
     """Open the folder's fast tokenizer, as its ``tokenizer.json`` describes it: the class that transformers chooses by
     the model's type may replace the way in which text is cut into words.
 
@@ -23,16 +49,16 @@ def open_tokenizer(folder: Path) -> Any:
     _listed_stop_ids(folder)
     try:
         kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-        tokenizer = kind.from_pretrained(folder)
+        tokenizer: Any = kind.from_pretrained(folder)
     except Exception as e:  # the tokenizers library raises plain Exception
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files next to the model") from e
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
-    return tokenizer
+    return cast(FastTokenizer, tokenizer)
 
 
-def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def stop_token_ids(folder: Path, tokenizer: FastTokenizer) -> tuple[int, ...]:
     """List the tokens that end a response: the tokenizer's end token, and those of the model's configs."""
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
 

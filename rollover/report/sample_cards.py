@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from rollover.algorithms import Algorithm
 from rollover.errors import RolloverError, printable
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.privacy import Redactor
 from rollover.report.colours import version_colours
 from rollover.report.record import read_config
@@ -49,7 +49,7 @@ def read_cards(run_dir: Path) -> str:
     return sample_cards(batch, algorithm_of(config), tokenizer, redactor)
 
 
-def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Any, redactor: Redactor) -> str:
+def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: FastTokenizer, redactor: Redactor) -> str:
     """Return cards that open, and buttons for the colours of their tokens."""
     redact = redactor.text
     buttons = "".join(

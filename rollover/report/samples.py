@@ -17,7 +17,7 @@ from rollover.batch import Batch
 from rollover.errors import RunError, printable, require
 from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
-from rollover.hf.tokenizer import open_tokenizer
+from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.privacy import HIDDEN
 from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
@@ -189,7 +189,7 @@ def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
     return open_tokenizer(own[0] if own else resolve_model(named, weights=False))
 
 
-def response_pieces(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> list[str]:
+def response_pieces(sample: TrainedSample, tokenizer: FastTokenizer, redact: Callable[[str], str]) -> list[str]:
     """Return the text that each token of the response adds, ready to be shown."""
     return [printable(piece) for piece in blanked(pieces(tokenizer, sample.token_ids), redact)]
 
@@ -238,7 +238,9 @@ COLUMNS = (
 """Columns of the table that trackers get."""
 
 
-def table_rows(samples: Sequence[TrainedSample], tokenizer: Any, redact: Callable[[str], str]) -> list[list[Any]]:
+def table_rows(
+    samples: Sequence[TrainedSample], tokenizer: FastTokenizer, redact: Callable[[str], str]
+) -> list[list[Any]]:
     """Return the chosen samples as rows of ``COLUMNS``: texts and numbers."""
     return [
         [
@@ -247,7 +249,7 @@ def table_rows(samples: Sequence[TrainedSample], tokenizer: Any, redact: Callabl
             str(sample.sample_id),
             sample.prompt.source,
             printable(redact(sample.prompt.text)),
-            printable(redact(tokenizer.decode(sample.token_ids, skip_special_tokens=False))),
+            printable(redact(tokenizer.decode(list(sample.token_ids), skip_special_tokens=False))),
             sample.reward,
             ", ".join(f"{name} {value:.4g}" for name, value in sample.components.items()),
             sample.relative,

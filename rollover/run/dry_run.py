@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rollover.errors import printable, require
 from rollover.hf.pieces import pieces
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.privacy import Redactor
 from rollover.report.samples import blanked
 from rollover.run.config import RunConfig, check_context
@@ -112,7 +112,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.tasks.prompt_source import RowSource, examples
     from rollover.trainer.scratch import build_tokenizer
 
-    tokenizer: Any
+    tokenizer: FastTokenizer
     tasks = replace(config.tasks, shuffle=False)
     if config.model.path is None:  # nobody knows yet how many tokens a prompt has
         tokenizer, tasks = build_tokenizer([]), replace(tasks, max_prompt_tokens=10**6)
@@ -155,7 +155,9 @@ def _sources(config: RunConfig) -> Iterator[str]:
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 
 
-def _first_prompt(config: RunConfig, prompt: Prompt, references: Sequence[str], tokenizer: Any) -> Iterator[str]:
+def _first_prompt(
+    config: RunConfig, prompt: Prompt, references: Sequence[str], tokenizer: FastTokenizer
+) -> Iterator[str]:
     """Show a prompt with the boundaries of its tokens, if they are known, and its reference answer."""
     redact = Redactor(resolved(config), prose=True).text
     is_known = config.model.path is not None

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
-from rollover.hf.tokenizer import open_tokenizer
+from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
@@ -145,7 +144,7 @@ class _Worked:
     """The examples of a warm-up, as often as it begins."""
 
     source: PromptSource
-    tokenizer: Any
+    tokenizer: FastTokenizer
     end: int
     bare_answers: float
     tasks: TasksConfig

@@ -16,6 +16,7 @@ from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.rewards.extraction import MARKED, ExtractionSettings
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import DataError, NoReward
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ANSWER_COLUMNS
 from rollover.tasks.prompt_source import EndlessSource, RowSource
 from rollover.types import FinishReason, Prompt, SampleId, Score, Segment, Trajectory
@@ -29,7 +30,7 @@ _Trial = list[tuple[str, Score | None]]
 
 
 def reference_scores(
-    source: RowSource | EndlessSource, tokenizer: Any, *, group_size: int, is_taught: bool
+    source: RowSource | EndlessSource, tokenizer: FastTokenizer, *, group_size: int, is_taught: bool
 ) -> Iterator[str]:
     """Say what each reward but a judge gives to the reference answers of the first rows: bare and, as long as that
     scores nothing, in other forms. ``is_taught``: the model learns the form of an answer first. Raises ``DataError``
@@ -44,7 +45,7 @@ def reference_scores(
 
 
 async def _tried(
-    source: RowSource | EndlessSource, spec: RewardSpec, tokenizer: Any, group_size: int
+    source: RowSource | EndlessSource, spec: RewardSpec, tokenizer: FastTokenizer, group_size: int
 ) -> tuple[list[_Trial], str]:
     """Return a trial for each row that has an answer, and what failed first."""
     quick: dict[str, Any] = {"workers": 0} if isinstance(spec.config, ExtractionSettings) else {}

@@ -19,7 +19,7 @@ from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.scorer import RewardScorer
-from rollover.hf.tokenizer import open_tokenizer
+from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -139,7 +139,7 @@ class _Parts(NamedTuple):
     trainer: Trainer
     trainer_format: str
     engine: OpenedEngine
-    tokenizer: Any
+    tokenizer: FastTokenizer
     stops: tuple[int, ...]
     source: PromptSource
     evaluation: Sequence[RowSource]

@@ -11,16 +11,17 @@ from rollover.environments.episodes.actor import EpisodeActor, environment_seed
 from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.environments.episodes.base import Action, EnvironmentSettings, Messages, step
 from rollover.errors import DataError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, row_arguments
 from rollover.tasks.prompt_source import Example
-from rollover.tasks.prompts import Encoded, PromptEncoder, RowEncoder
+from rollover.tasks.prompts import PromptEncoder, RowEncoder
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
 
-def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: Any) -> PromptEncoder:
+def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: FastTokenizer) -> PromptEncoder:
     """Return the encoder of a source's prompts, which offer its tools."""
     environment = source.environment
     kind = RowEncoder if environment is not None and environment.writes_prompts else PromptEncoder
@@ -42,7 +43,7 @@ class AnswerWriter:
         self._source = source
         self._where = f"environment of source {source.name!r}"
 
-    def open(self, messages: Messages, columns: Mapping[str, Any]) -> Encoded:
+    def open(self, messages: Messages, columns: Mapping[str, Any]) -> tuple[int, ...]:
         """Write a row's prompt out with messages after it. A text without a role is added to the last one."""
         question = ColumnMap(self._source.column_settings(), columns, self._where).question(columns, self._where)
         content: Any = question.content
@@ -56,7 +57,7 @@ class AnswerWriter:
         else:
             content = [*content[:-1], content[-1] | {"content": content[-1]["content"] + messages[0]["content"]}]
         assert isinstance(self._encoder, RowEncoder)
-        return self._encoder.encode_whole(question._replace(content=content), where=self._where)
+        return self._encoder.encode_whole(question._replace(content=content), where=self._where).token_ids
 
     def begin(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], columns: Mapping[str, Any]
@@ -110,7 +111,7 @@ def begin_episode(config: EnvironmentSettings, writer: AnswerWriter, prompt: Pro
         opening = step(live, Action(text=""), config.role)
     except Exception as error:
         raise DataError(f"environment of prompt {prompt.prompt_id}, reset: {type(error).__name__}: {error}") from error
-    return live, writer.open(opening.messages, prompt.columns).token_ids
+    return live, writer.open(opening.messages, prompt.columns)
 
 
 class Demonstration:
@@ -124,7 +125,9 @@ class Demonstration:
     ``#### 41``.
     """
 
-    def __init__(self, config: EnvironmentSettings, writer: AnswerWriter, tokenizer: Any, *, end: int) -> None:
+    def __init__(
+        self, config: EnvironmentSettings, writer: AnswerWriter, tokenizer: FastTokenizer, *, end: int
+    ) -> None:
         self._config = config
         self._writer = writer
         self._tokenizer = tokenizer
@@ -144,7 +147,7 @@ class Demonstration:
         return prompt_ids, response, is_own
 
 
-def demonstrations(config: TasksConfig, tokenizer: Any, *, end: int) -> dict[str, Demonstration]:
+def demonstrations(config: TasksConfig, tokenizer: FastTokenizer, *, end: int) -> dict[str, Demonstration]:
     """Return the lessons of the training sources whose environments give any."""
     found = {}
     for source in config.train:
@@ -154,7 +157,9 @@ def demonstrations(config: TasksConfig, tokenizer: Any, *, end: int) -> dict[str
     return found
 
 
-def open_environments(config: TasksConfig, tokenizer: Any, *, limit: Callable[[str], int], seed: int) -> EpisodeActor:
+def open_environments(
+    config: TasksConfig, tokenizer: FastTokenizer, *, limit: Callable[[str], int], seed: int
+) -> EpisodeActor:
     """Open the environments of a run. ``limit`` returns the largest number of tokens of a response to the prompts of a
     source, whose name is ``eval/...`` for evaluation."""
     found = {}

@@ -13,7 +13,7 @@ from rollover.environments.episodes import ClassConfig
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
-from rollover.hf.tokenizer import stop_token_ids
+from rollover.hf.tokenizer import FastTokenizer, stop_token_ids
 from rollover.tasks.config import NO_SOURCE, TasksConfig
 from rollover.tasks.episodes import AnswerWriter, begin_episode, check_environment, encoder_of
 from rollover.tasks.fingerprint import DataFile, Fingerprint
@@ -74,7 +74,12 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def train_source(
-    config: TasksConfig, tokenizer: Any, *, seed: int, held_out: Collection[str] = frozenset(), teaches: bool = False
+    config: TasksConfig,
+    tokenizer: FastTokenizer,
+    *,
+    seed: int,
+    held_out: Collection[str] = frozenset(),
+    teaches: bool = False,
 ) -> PromptSource:
     """Open the training mixture, without the prompts that ask what ``held_out`` contains and, if it ``teaches``, rows
     without a response to learn. Raises ``DataError`` for anything wrong with a source."""
@@ -87,7 +92,7 @@ def train_source(
     return MixtureSource(sources, [source.weight for source in config.train])
 
 
-def eval_sources(config: TasksConfig, tokenizer: Any, *, num_prompts: int) -> tuple[RowSource, ...]:
+def eval_sources(config: TasksConfig, tokenizer: FastTokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
     """Open the evaluation sets: the first ``num_prompts`` rows (or ``limit``, or all, if fewer) of each source in file
     order, without the skipped ones. Call ``prompt(i)`` for i below ``num_rows``."""
     opened = (open_source(s, config, tokenizer, seed=config.eval_seed, num_prompts=num_prompts) for s in config.eval)
@@ -97,7 +102,7 @@ def eval_sources(config: TasksConfig, tokenizer: Any, *, num_prompts: int) -> tu
 def open_source(
     source: SourceSettings,
     config: TasksConfig,
-    tokenizer: Any,
+    tokenizer: FastTokenizer,
     *,
     seed: int,
     held_out: Collection[str] = (),
@@ -133,14 +138,14 @@ def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> froz
     return frozenset(text for source in evaluation for text in source.asked())
 
 
-def reply_end(tokenizer: Any, config: TasksConfig) -> int:
+def reply_end(tokenizer: FastTokenizer, config: TasksConfig) -> int:
     """Return the token that ends a response: the marker with which the chat template ends an assistant's turn, or else
     the tokenizer's end token."""
     end = PromptEncoder(tokenizer, config).turn_end
     return int(tokenizer.eos_token_id) if end is None else end
 
 
-def response_ends(folder: Path, tokenizer: Any, config: TasksConfig) -> tuple[int, ...]:
+def response_ends(folder: Path, tokenizer: FastTokenizer, config: TasksConfig) -> tuple[int, ...]:
     """Return the tokens that end a response: tokens that the model's folder names, and the chat template's."""
     return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), reply_end(tokenizer, config)]))
 
@@ -148,7 +153,7 @@ def response_ends(folder: Path, tokenizer: Any, config: TasksConfig) -> tuple[in
 def check_source(
     source: SourceSettings,
     config: TasksConfig,
-    tokenizer: Any,
+    tokenizer: FastTokenizer,
     *,
     seed: int = 0,
     **chosen: Any,

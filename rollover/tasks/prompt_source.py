@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap, NoAnswer
 from rollover.tasks.messages import Question, asked
 from rollover.tasks.prompts import PromptEncoder
@@ -254,7 +255,7 @@ class Lesson(Protocol):
 
 def examples(
     source: PromptSource,
-    tokenizer: Any,
+    tokenizer: FastTokenizer,
     *,
     end: int,
     bare_answers: float = 0.0,

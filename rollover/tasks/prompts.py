@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from rollover.errors import DataError
 from rollover.hf.markers import Markers
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, is_text
 from rollover.tasks.template import ChatTemplate, Span, Written
@@ -54,7 +55,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: FastTokenizer,
         config: TasksConfig,
         arguments: Mapping[str, Any] | None = None,
         tools: tuple[Any, ...] = (),
@@ -256,7 +257,7 @@ class RowEncoder(PromptEncoder):
         return super().encode_many([(question, where)])[0]
 
 
-def _with_one_bos(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+def _with_one_bos(tokenizer: FastTokenizer, ids: Sequence[int]) -> Sequence[int]:
     """Leave out the BOS that a tokenizer puts before a text that begins with one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids

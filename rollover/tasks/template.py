@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateSyntaxError
 
 from rollover.errors import DataError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.messages import is_text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -77,7 +78,7 @@ class ChatTemplate:
     ``"<user>1+1\\n<assistant>"``, say.
     """
 
-    def __init__(self, tokenizer: Any, *, file: Path | None = None, day: datetime.date | None = None) -> None:
+    def __init__(self, tokenizer: FastTokenizer, *, file: Path | None = None, day: datetime.date | None = None) -> None:
         self._tokenizer = tokenizer
         self._source = None if file is None else _read(file)
         self._day = day

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
@@ -11,6 +12,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollover.hf.folder import write_folder
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import save_model
 
@@ -18,7 +20,7 @@ PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 
 
-def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size) -> FastTokenizer:
     """Train a byte-level BPE tokenizer of at most ``vocab_size`` entries. Any text survives encoding and decoding: all
     256 bytes are entries. Each digit is a token of its own, so that numbers look alike wherever they appear.
     ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1."""
@@ -37,14 +39,13 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().v
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD_TOKEN, eos_token=END_TOKEN, clean_up_tokenization_spaces=False
     )
+    return cast(FastTokenizer, tokenizer)
 
 
-def build_scratch_model(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, config: ScratchConfig, *, seed: int = 0
-) -> None:
+def build_scratch_model(folder: Path, tokenizer: FastTokenizer, config: ScratchConfig, *, seed: int = 0) -> None:
     """Write a randomly initialised Qwen3 model with the tokenizer's vocabulary to ``folder`` (float32). The same
     config, seed and vocabulary size give the same weights."""
     with torch.random.fork_rng(devices=[]):

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rollover.environments.episodes.agent import AgentConfig
-from rollover.environments.episodes.agents import AgentActor, SourceEnvironment
+from rollover.environments.episodes.agents import AgentActor, MessageWriter, SourceEnvironment
 from rollover.environments.episodes.base import EnvironmentSettings, Messages
 from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import DataError, RewardError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 
 
@@ -29,7 +30,9 @@ class EpisodeActor:
     ``Observation`` whose text is ``"46"``.
     """
 
-    def __init__(self, environments: Mapping[str, SourceEnvironment[Any]], tokenizer: Any, *, seed: int) -> None:
+    def __init__(
+        self, environments: Mapping[str, SourceEnvironment[Any]], tokenizer: FastTokenizer, *, seed: int
+    ) -> None:
         self._environments = environments
         self._tokenizer = tokenizer
         self._seed = seed
@@ -117,18 +120,15 @@ class EpisodeActor:
         return {"text": text, "token_ids": list(turn_ids)}
 
 
-def _written(writer: Any, messages: Messages, trajectory: Trajectory, is_opening: bool) -> tuple[int, ...]:
+def _written(writer: MessageWriter, messages: Messages, trajectory: Trajectory, is_opening: bool) -> tuple[int, ...]:
     """Write an answer out. Raises ``RewardError`` when the chat template has no place for it."""
     columns = trajectory.prompt.columns
-    ids: tuple[int, ...]
     try:
         if is_opening:
-            ids = writer.open(messages, columns).token_ids
-        else:
-            ids = writer.write(messages, trajectory.turn_ids[-1], columns)
+            return writer.open(messages, columns)
+        return writer.write(messages, trajectory.turn_ids[-1], columns)
     except DataError as error:
         raise RewardError(str(error)) from None
-    return ids
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rollover.environments.child import Child
 from rollover.environments.episodes.agent import AgentConfig
@@ -26,17 +26,35 @@ from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
 from rollover.environments.keeper import describe_exit
 from rollover.errors import RewardError
+from rollover.hf.tokenizer import FastTokenizer
 from rollover.types import FinishReason, Observation, SampleId, Trajectory
 
 Settings = TypeVar("Settings", bound=EnvironmentSettings)
+
+
+class MessageWriter(Protocol):
+    """Writes messages out in tokens. All raise ``DataError`` when the chat template has no place for a message."""
+
+    def open(self, messages: Messages, columns: Mapping[str, Any]) -> tuple[int, ...]:
+        """Write the prompt of a row, with the messages of an environment after it."""
+        ...
+
+    def begin(self, messages: Messages, tools: Sequence[Any], columns: Mapping[str, Any]) -> tuple[int, ...]:
+        """Write a conversation from its beginning."""
+        ...
+
+    def write(
+        self, messages: Messages, last_id: int, columns: Mapping[str, Any], tools: Sequence[Any] = ()
+    ) -> tuple[int, ...]:
+        """Write messages behind a turn that ended with ``last_id``."""
+        ...
 
 
 class SourceEnvironment(NamedTuple, Generic[Settings]):
     """The environment of a source of prompts, and how its answers are written out."""
 
     config: Settings
-    writer: Any
-    """Writes messages out in tokens, as ``rollover.tasks.episodes.AnswerWriter`` does."""
+    writer: MessageWriter
     max_new_tokens: int
     """Tokens of an episode, sampled and observed."""
     must_post_reward: bool = False
@@ -116,7 +134,7 @@ class AgentActor:
     ``Observation`` whose tokens are those of the prompt ``"12+34?"``.
     """
 
-    def __init__(self, sources: Mapping[str, SourceEnvironment[AgentConfig]], tokenizer: Any) -> None:
+    def __init__(self, sources: Mapping[str, SourceEnvironment[AgentConfig]], tokenizer: FastTokenizer) -> None:
         self._sources = sources
         self._tokenizer = tokenizer
         self._readers = {name: call_reader(source.config.parser) for name, source in sources.items()}

@@ -35,20 +35,19 @@ from tests import runs
 from tests.runs import Cue, Outcome, Processes
 
 STEPS = 8
-CONFIG = f"""\
-steps = {STEPS}
+CONFIG = """\
 [model]
 path = "model"
 [[tasks.train]]
 kind = "jsonl"
 name = "letters"
 path = "letters.jsonl"
-reward = {{kind = "function", function = "letter_reward:share_in_a_loop"}}
+reward = {kind = "function", function = "letter_reward:share_in_a_loop"}
 [[tasks.eval]]
 kind = "jsonl"
 name = "unseen"
 path = "unseen.jsonl"
-reward = {{kind = "function", function = "letter_reward:share_in_a_loop", pass_score = 0.05}}
+reward = {kind = "function", function = "letter_reward:share_in_a_loop", pass_score = 0.05}
 [tasks]
 max_prompt_tokens = 16
 [rollout]
@@ -157,7 +156,7 @@ _EVENTS: dict[type[recorded.Event], int] = {
     recorded.CheckpointSaved: 2,
     recorded.Restarted: 1,
 }
-"""Kinds of events, and up to which of a process the kill waits."""
+"""Kinds of events, and up to which of a process the kill waits in a run of ``STEPS``."""
 _MAX_FLUSHES = 25
 _MAX_RESUMES = 60
 
@@ -173,6 +172,7 @@ class Case:
     """Rounds overlap with training."""
     episodes: Literal["", "class", "agent", "tree"] = ""
     """An environment answers each turn, or a program asks for each."""
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class Case:
     @property
     def argv(self) -> tuple[str, ...]:
         return (
-            *("--rollout.strategy", self.strategy, "--rollout.unit", self.unit),
+            *("--rollout.strategy", self.strategy, "--rollout.unit", self.unit, "--steps", str(self.steps)),
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
             *(("--rollout.strategy.overlap", "true") if self.overlap else ()),
@@ -263,7 +263,7 @@ def _one_run(
         if record.num_kills >= num_kills:
             _succeeded(processes.run("train", *argv))
             return
-        way, moment = _drawn(lots, whole_s)
+        way, moment = _drawn(lots, whole_s, case.steps)
         outcome = processes.run("train", *argv, **moment)
         if outcome.code != -9:
             _succeeded(outcome)  # it came to its end before the moment did
@@ -274,17 +274,17 @@ def _one_run(
     raise AssertionError(f"it has not come to its end after {_MAX_RESUMES} resumes")
 
 
-def _drawn(lots: random.Random, whole_s: float) -> tuple[str, dict[str, Any]]:
-    """How and when the next process is killed, as arguments of ``Processes.run``. A run that is left alone takes
-    ``whole_s``."""
+def _drawn(lots: random.Random, whole_s: float, steps: int) -> tuple[str, dict[str, Any]]:
+    """How and when the next process is killed, as arguments of ``Processes.run``. A run of ``steps`` that is left alone
+    takes ``whole_s``."""
     (way,) = lots.choices(list(_WAYS), list(_WAYS.values()))
     before = lots.random() < 0.5
     if way == "clock":
         return way, {"kill_after_s": lots.uniform(0.0, whole_s)}
     if way == "flush":
-        return way, {"kill_at": Cue("flush", lots.randint(1, _MAX_FLUSHES), before)}
+        return way, {"kill_at": Cue("flush", lots.randint(1, _MAX_FLUSHES * steps // STEPS), before)}
     kind = lots.choice(list(_EVENTS))
-    return way, {"kill_at": Cue(kind, lots.randint(1, _EVENTS[kind]), before)}
+    return way, {"kill_at": Cue(kind, lots.randint(1, max(1, _EVENTS[kind] * steps // STEPS)), before)}
 
 
 def _succeeded(outcome: Outcome) -> None:
@@ -293,11 +293,11 @@ def _succeeded(outcome: Outcome) -> None:
 
 def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> None:
     """The laws at the end of a run."""
-    config = build_config(str(run.parent / "run.toml"), case.argv)
+    config, last = build_config(str(run.parent / "run.toml"), case.argv), case.steps
     batches, ledger = runs.batches(run), runs.ledger(run)
-    assert [batch.step for batch in batches] == list(range(STEPS)), "a step is missing"
+    assert [batch.step for batch in batches] == list(range(last)), "a step is missing"
     groups = [group.group_id for batch in batches for group in batch.groups]
-    assert len(set(groups)) == len(groups) == STEPS * 4 * config.rollout.num_siblings, "a group was trained twice"
+    assert len(set(groups)) == len(groups) == last * 4 * config.rollout.num_siblings, "a group was trained twice"
     bound = config.rollout.staleness_bound
     assert all(b.step - t.oldest_version <= bound for b in batches for t in b.groups), "a token is older than the bound"
     tokens = ledger.tokens
@@ -313,15 +313,15 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
     assert not turns or max(turns.values()) == 1, "a turn has two answers"
     assert bool(turns) is bool(case.episodes)
     kept = list_checkpoints(run / "checkpoints")
-    assert [path.name for path in kept] == [f"step_{STEPS - 2}", f"step_{STEPS}"], "other checkpoints than the default"
+    assert [path.name for path in kept] == [f"step_{last - 2}", f"step_{last}"], "other checkpoints than the default"
     for checkpoint in kept:
         verify_files(checkpoint, read_manifest(checkpoint))
     steps = [row["step"] for row in runs.rows(run)]
-    assert set(steps) == set(range(STEPS)), "a step has no metrics"
-    record.num_repeated_steps += len(steps) - STEPS
+    assert set(steps) == set(range(last)), "a step has no metrics"
+    record.num_repeated_steps += len(steps) - last
     record.decoded_tokens += tokens.decoded
     if whole is not None:
-        assert runs.weights(run, STEPS) == runs.weights(whole, STEPS), "the weights are not those of the unkilled run"
+        assert runs.weights(run, last) == runs.weights(whole, last), "the weights are not those of the unkilled run"
         assert list(_sampled(run)) == list(_sampled(whole)), "the batches are not those of the unkilled run"
         record.lost_tokens += tokens.decoded - runs.ledger(whole).tokens.decoded
 

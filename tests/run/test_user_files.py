@@ -68,10 +68,9 @@ def write(name: str, row: Any) -> None:
 
 CASES = {
     "alpaca": ("alpaca.jsonl", alpaca, "", 'reward = { kind = "exact" }'),
-    "gsm8k": ("gsm8k.parquet", gsm8k, "", 'reward = { kind = "math_verify" }'),
     "dapo-math": ("dapo.parquet", dapo_math, "", 'reward = { kind = "math_verify" }'),
     "tools": ("tools.jsonl", conversation, "", 'reward = { kind = "exact" }'),
-    "two rewards": (
+    "gsm8k, two rewards": (
         "gsm8k.parquet",
         gsm8k,
         "",

@@ -1,4 +1,5 @@
-"""Engine servers on a cluster: placed, watched, placed again, and never left behind."""
+"""Engine servers on a cluster: placed, watched, placed again, and never left behind. A node with a server is lost in
+``test_whole.py``."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from rollover.errors import ConfigError
 from rollover.run.engine import check_places
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.weights.sources import FolderWeights
-from tests.cluster.conftest import add_node, cluster_has
+from tests.cluster.conftest import cluster_has
 from tests.engine.contract import collect, request
 from tests.engine.servers.start.test_launch import wait_until_dead
 from tests.engine.servers.vllm.kit import model_folder
@@ -176,27 +177,6 @@ def kill_a_keeper(folder: Path) -> None:
 
     name = next(n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if "engine-0" in n["name"])
     ray.kill(ray.get_actor(name))
-
-
-def test_a_server_whose_node_is_removed_comes_back_on_another(cluster: Any, folder: Path) -> None:
-    group = EngineGroup(count=1, resources={"three": 1.0})
-    config = ClusterConfig(engines=(EngineGroup(), group), placement_timeout_s=2.0)
-
-    async def main() -> None:
-        node = add_node(cluster, {"three": 1})
-        try:
-            async with opened(cluster, folder, config) as pool:
-                cluster.remove_node(node)
-                await until(lambda: pool.capabilities.max_running == 8)
-                assert [c.engine for c in await collect(pool, request("a"))][-1] == "engine-0"
-                node = add_node(cluster, {"three": 1})
-                await until(lambda: pool.capabilities.max_running == 16)
-        finally:
-            cluster.remove_node(node)
-        for pid in pids(folder).values():
-            wait_until_dead(pid)
-
-    asyncio.run(main())
 
 
 def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Plans that are run: from `rollover plan` to a run on nodes of two types, and what is refused before it begins."""
+"""Plans that are run: the settings that they give a run, and what is refused before it begins. That such a run trains is in
+``tests/cluster/test_whole.py``."""
 
 from __future__ import annotations
 
@@ -6,95 +7,22 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rollover import cli
 from rollover.devices.costs.training import trainer_costs
 from rollover.devices.records import BF16_BYTES
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.plan import Plan
 from rollover.run.launching import check_types, launched_config, plan_settings, read_plan, who_goes_where
-from tests import runs
 from tests.planner.test_doubts import pipelined
 from tests.planner.test_doubts import plan as plan  # a fixture
-from tests.runs import CONFIG, rows
+from tests.runs import CONFIG
 
-FLEET = """\
-network = { gbit_s = 10 }
-[[nodes]]
-device = "one"
-num_devices = 2
-[[nodes]]
-device = "two"
-num_devices = 2
-""" + "".join(
-    f"""\
-[devices.{name}]
-name = "a processor"
-bf16_tflops = {tflops}
-hbm_gbps = 21.2
-hbm_gib = 16
-link_gbps = 22.0
-source = "made up"
-verified = true
-[devices.{name}.efficiency]
-train = 0.8
-prefill = 0.7
-decode = 0.5
-bandwidth = 1.0
-link = 1.0
-memory = 0.9
-step_ms = 1.0
-link_latency_us = 2.0
-source = "made up"
-"""
-    for name, tflops in (("one", 0.4), ("two", 0.2))
-)
 ENGINE = "[engine]\nkind = 'embedded_server'\nkv_cache_bytes = 4194304\nstream_interval_tokens = 2\n"
 RUN = re.sub(r"\[engine\]\n(?:\w+ = \d+\n)+", ENGINE, CONFIG)
 VLLM_RUN = RUN.replace(ENGINE, "[engine]\nkind = 'vllm'\n")
-
-
-def test_a_plan_for_two_types_of_node_is_made_and_run(
-    cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("run.toml").write_text(RUN)
-    Path("fleet.toml").write_text(FLEET)
-    workload = ("--workload", "light-8k", "--cap", "256", "--num-groups", "16", "--max-staleness", "2")
-    assert (
-        cli.main(["plan", "fleet.toml", "--model", "model", *workload, "--quick", "--for-launch", "--json", "p.json"])
-        == 0
-    )
-    launched, _ = launched_config(read_plan(Path("p.json")), "run.toml", ())
-    train, *rollout = who_goes_where(read_plan(Path("p.json")), launched)
-    assert [(placed.count, placed.resources) for placed in (train, *rollout)] == [
-        (1, {"one": 1.0}),
-        (1, {"one": 1.0}),
-        (2, {"two": 1.0}),
-    ]
-    assert rollout[0].running != rollout[1].running
-    smaller = ("--rollout.rollout_batch_size", "4", "--rollout.group_size", "2", "--rollout.max_new_tokens", "40")
-    options = ("--cluster.address", cluster.address, "--logging.progress", "plain", *smaller)
-    capsys.readouterr()
-    assert cli.main(["launch", "p.json", "run.toml", "--run-dir", "run", *options]) == 0, capsys.readouterr().err
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert "1 x two" in said and "trainer: rank 0 on node " in said
-    assert "the plan replaces rollout.strategy 'april' by 'bounded_async'" in said
-    assert "the plan replaces rollout.group_size" not in said, "an option of the command replaces both"
-    assert [row["step"] for row in rows(Path("run"))] == [0, 1, 2, 3]
-    names = {name for batch in runs.batches(Path("run")) for name in engines_of(batch)}
-    assert names <= {"engine-0", "engine-1", "engine-2"} and len(names) > 1
-    before, after = (
-        {f.name: f.read_bytes() for f in Path(f"run/checkpoints/step_{n}").glob("*.safetensors")} for n in (2, 4)
-    )
-    assert len(after) == 1 and before.keys() == after.keys() and before != after
-
-
-def engines_of(batch: Any) -> set[str]:
-    return {span.engine for group in batch.groups for sample in group.trajectories for span in sample.segments}
 
 
 def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Plan) -> None:

@@ -131,7 +131,7 @@ def test_a_dry_run_prints_a_config_and_leaves_nothing(work: Jobs, capsys: pytest
     assert cli.main(["train", "run.toml", "--dry-run", "--seed", "3"]) == 0
     assert (work.done, set(Path().iterdir())) == ([], before)
     printed = capsys.readouterr().out
-    assert printed.startswith("# 12 steps\n")
+    assert printed.endswith("\n\n# 12 steps\n")
     Path("printed.toml").write_text(printed)
     assert build_config("printed.toml") == build_config("run.toml", ["--seed", "3"])
 

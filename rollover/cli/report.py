@@ -19,9 +19,14 @@ def command(run: Path, open_browser: bool, serve: bool, port: int | None) -> Non
         return
     if port is not None:
         raise click.UsageError("--port has no effect without --serve")
+    from rollover.report.record import read_run
     from rollover.report.run_report import write_report
+    from rollover.report.summary import summarize
 
-    path = write_report(run)
+    record = read_run(run)
+    for alarm in summarize(record.metrics, record.timeline).alarms:
+        click.echo(f"alarm: {alarm}")
+    path = write_report(run, record)
     click.echo(f"report: {path}")
     if open_browser:
         click.launch(str(path))

@@ -133,15 +133,16 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
 
 
 def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = (), job: str = "train") -> None:
-    """Print the plan as comments above the config: the output is itself a config file, except for secrets."""
+    """Print the config and the plan as comments below it: the output is itself a config file, except for secrets."""
     from rollover.run.dry_run import dry_run
     from rollover.settings import toml
     from rollover.settings.plain import resolved
 
     redactor = _redactor(ctx, config)
-    for line in (*map(redactor.text, notes), *dry_run(config, job)):
+    plan = [*map(redactor.text, notes), *dry_run(config, job)]
+    click.echo(toml.dumps(redactor.value(resolved(config, for_file=True))))
+    for line in plan:
         click.echo(f"# {line}")
-    click.echo(f"\n{toml.dumps(redactor.value(resolved(config, for_file=True)))}", nl=False)
 
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:

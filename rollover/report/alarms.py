@@ -89,7 +89,7 @@ def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
         )
     if min(rewards) == max(rewards):
         causes = (
-            " Such a reward mostly reads answers in a form that no response has, or compares with another column: a dry"
+            " Often the reward expects a form that no response has, or compares with the wrong column or type: a dry"
             " run (`rollover train CONFIG --dry-run`) says what the reference answers score."
         )
         return f"every reward of {steps} is {rewards[-1]:g}: nothing is learned. {advice}{causes * (rewards[-1] <= 0)}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -37,42 +37,65 @@ def reference_scores(
     for a wrong function, as a run does at its first response."""
     for spec in source.reward_specs:
         if spec.config.kind != "judge":
-            trials, failure = asyncio.run(_tried(source, spec, tokenizer, group_size))
+            trials, failure, cause = asyncio.run(_tried(source, spec, tokenizer, group_size))
             if any(score is not None or not failure for trial in trials for _, score in trial):
-                yield _told(trials, spec, source.prompt(0), is_taught=is_taught)
+                yield _told(trials, spec, source.prompt(0), cause, is_taught=is_taught)
             if failure or not trials:
                 yield failure or "its reference answers were not scored: no column holds one"
 
 
 async def _tried(
     source: RowSource | EndlessSource, spec: RewardSpec, tokenizer: FastTokenizer, group_size: int
-) -> tuple[list[_Trial], str]:
-    """Return a trial for each row that has an answer, and what failed first."""
+) -> tuple[list[_Trial], str, str]:
+    """Return a trial for each row that has an answer, what failed first, and why none scores, if it is known."""
     quick: dict[str, Any] = {"workers": 0} if isinstance(spec.config, ExtractionSettings) else {}
     alone = replace(spec, component="", config=replace(spec.config, retries=0, weight=1.0, **quick))
     scorer = RewardScorer([alone], tokenizer)
-    trials, failure = list[_Trial](), ""
+    trials, failure, cause = list[_Trial](), "", ""
+
+    async def trial_of(prompt: Prompt) -> _Trial:
+        nonlocal failure
+        trial = _Trial()
+        for text in _responses(source, prompt):
+            ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
+            whole = Segment(0, ids, (0.0,) * len(ids), FinishReason.STOP, 0, 0.0, 0.0)
+            response = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(whole,))
+            scores = await scorer.score_group([response] * (group_size if spec.config.compares_siblings else 1))
+            score = max((one for one in scores if isinstance(one, Score)), default=None)
+            if score is None and not isinstance(scores[0], NoReward):
+                failure = failure or f"warning: the response {_shown(text)} cannot be scored: {scores[0]}"
+            trial.append((text, score))
+            if (score or 0) > 0:
+                break
+        return trial
+
     try:
         async with asyncio.timeout(_MOST_S):
             for index in range(min(_MOST_ROWS, getattr(source, "num_rows", _MOST_ROWS))):
-                prompt, trial = source.prompt(index), _Trial()
-                for text in _responses(source, prompt):
-                    ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
-                    whole = Segment(0, ids, (0.0,) * len(ids), FinishReason.STOP, 0, 0.0, 0.0)
-                    response = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(whole,))
-                    scores = await scorer.score_group([response] * (group_size if spec.config.compares_siblings else 1))
-                    score = max((one for one in scores if isinstance(one, Score)), default=None)
-                    if score is None and not isinstance(scores[0], NoReward):
-                        failure = failure or f"warning: the response {_shown(text)} cannot be scored: {scores[0]}"
-                    trial.append((text, score))
-                    if (score or 0) > 0:
-                        break
-                trials += [trial] if trial else []
+                trials += [trial] if (trial := await trial_of(source.prompt(index))) else []
+            first = source.prompt(0)
+            texts = {name: str(value) for name, value in first.columns.items() if isinstance(value, (int, float))}
+            if trials and texts and not failure and not any(map(_is_good, trials)):
+                trial = await trial_of(replace(first, columns={**first.columns, **texts}))
+                if _is_good(trial):
+                    cause = (
+                        f"With {_named(texts)} it would give {_given(trial[-1])}: the row has numbers there, so compare"
+                        " them as numbers, or their str(...)"
+                    )
     except TimeoutError:
         failure = failure or f"warning: scoring {_MOST_ROWS} reference answers took more than {_MOST_S:g} s"
     finally:
         await scorer.close()
-    return trials, failure
+    return trials, failure, cause
+
+
+def _is_good(trial: _Trial) -> bool:
+    return (trial[-1][1] or 0) > 0
+
+
+def _named(columns: Mapping[str, Any]) -> str:
+    """Show columns with their values, whose quotes tell a text from a number."""
+    return ", ".join(f"{name} = {_shown(value)}" for name, value in columns.items())
 
 
 def _responses(source: RowSource | EndlessSource, prompt: Prompt) -> list[str]:
@@ -86,17 +109,18 @@ def _responses(source: RowSource | EndlessSource, prompt: Prompt) -> list[str]:
     return [begin + text for text in (*formed, *(text for text in texts if text != texts[0]))]
 
 
-def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, *, is_taught: bool) -> str:
-    good = [trial for trial in trials if (trial[-1][1] or 0) > 0]
+def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, cause: str, *, is_taught: bool) -> str:
+    good = list(filter(_is_good, trials))
     extract = f", extract = {spec.config.extract!r}," if isinstance(spec.config, ExtractionSettings) else ""
     told = f"reward {spec.component or spec.config.label}{extract} gives {_given(trials[0][0])}"
     share = f"{len(good)} of {len(trials)} reference answers score above 0"
     if not good:
         tried = ", ".join(_shown(text) for text, _ in trials[0][1:])
-        return (
-            f"warning: {share}: {told}, and nothing above 0 to {tried}. If it judges answers, it reads another form, or"
-            f" another column (of the row's {', '.join(first.columns)})"
+        unknown = (
+            "If the reward compares answers, it expects another form of response, or it compares with the wrong column"
+            f" or type: the row has {_named(first.columns)}"
         )
+        return f"warning: {share}: {told}, and nothing above 0 to {tried}. {cause or unknown}"
     length = Counter(map(len, good)).most_common(1)[0][0]
     if length == 1:
         return f"{told}; {share}"
@@ -105,8 +129,8 @@ def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, *, is_taught: b
     if is_taught or marker.lower() in first.text.lower():
         return told
     return (
-        f"warning: {told}. The prompt does not ask for {marker!r}: unless the model writes it by itself, set"
-        f" tasks.prompt_suffix{' or reward.extract' if extract else ''}"
+        f"warning: {told}. The prompt does not ask for {marker!r}: unless the model writes it by itself, ask"
+        f" for it in tasks.prompt_suffix{', or change reward.extract' if extract else ''}"
     )
 
 
@@ -116,5 +140,8 @@ def _given(response: tuple[str, Score | None]) -> str:
     return f"{'nothing' if score is None else f'{score:g}'}{parts and f' ({parts})'} to the response {_shown(text)}"
 
 
-def _shown(text: str) -> str:
-    return json.dumps(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}", ensure_ascii=False)
+def _shown(value: Any) -> str:
+    if not isinstance(value, str):
+        written = json.dumps(value, ensure_ascii=False, default=str)
+        return written if len(written) <= 60 else f"{written[:57]}..."
+    return json.dumps(value if len(value) <= 60 else f"{value[:28]} ... {value[-28:]}", ensure_ascii=False)

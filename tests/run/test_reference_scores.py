@@ -21,6 +21,8 @@ from rollover.trainer.scratch import build_tokenizer
 FUNCTIONS = """
 def right(completions, answer, **columns):
     return [float(answer[0] in completions[0])]
+def right_number(completions, answer, **columns):
+    return [float(completions[0] == answer[0])]
 def boxed(completions, answer, **columns):
     return [float(completions[0] == f"\\\\boxed{{{answer[0]}}}") - 1 / 4]
 def other(completions, level, **columns):
@@ -69,8 +71,8 @@ def test_an_answer_that_scores_in_a_form_alone_is_told_with_the_form(said: Calla
     bare = f'{whose} 0 to the response "1", and 1 to the response "#### 1"; 20 of 20 reference answers score above 0'
     (line,) = said(ExactConfig(extract="hashes"))
     assert line == (
-        f"warning: {bare}. The prompt does not ask for '####': unless the model writes it by itself, set"
-        " tasks.prompt_suffix or reward.extract"
+        f"warning: {bare}. The prompt does not ask for '####': unless the model writes it by itself, ask"
+        " for it in tasks.prompt_suffix, or change reward.extract"
     )
     assert said(ExactConfig(extract="hashes"), is_taught=True) == [bare]
     asked = {"question": "1 + 0, as #### x", "answer": "1"}
@@ -96,9 +98,17 @@ def test_a_function_that_compares_with_another_column_is_told(said: Callable[...
     assert 'gives -0.25 to the response "1", and 0.75 to the response' in said(function("boxed"))[0]
     (line,) = said(function("other"))
     assert line.startswith("warning: 0 of 20 reference answers score above 0: reward scored:other gives 0 to the resp")
-    assert line.endswith("it reads another form, or another column (of the row's answer, level)")
+    assert line.endswith('compares with the wrong column or type: the row has answer = "1", level = "hard"')
     (line,) = said(function("none"))
     assert "0 of 20 reference answers score above 0: reward scored:none gives nothing to" in line
+
+
+def test_a_text_compared_with_a_number_is_told(said: Callable[..., list[str]]) -> None:
+    (line,) = said(function("right_number"), {"question": "1 + 4", "answer": 5, "level": 1.5})
+    assert line.endswith(
+        'With answer = "5", level = "1.5" it would give 1 to the response "5": the row has numbers there, so compare them'
+        " as numbers, or their str(...)"
+    )
 
 
 def test_a_function_that_fails_on_an_answer_is_told_with_the_error(said: Callable[..., list[str]]) -> None:

@@ -215,9 +215,10 @@ def _judge(engine: Engine, found: Mismatch, tolerance: float, remedy: str) -> No
         )
     if found.processed > tolerance and found.lowest >= -tolerance / 2:
         raise EngineMismatch(
-            f"{engine!r} draws from fewer tokens than the trainer's policy: at temperature {found.temperature} none of"
-            f" its log-probs is lower than the trainer's, and they are {found.processed:.3g} nats higher on average;"
-            " remove the top_k, top_p or min_p that the server's defaults or a proxy before it add to each request"
+            f"{engine!r} leaves out tokens that the trainer's policy may draw: asked at temperature"
+            f" {found.temperature}, none of its log-probs is lower than the trainer's, and they are"
+            f" {found.processed:.3g} nats higher on average; remove what sets top_k, top_p or min_p: an option of the"
+            " server, or a proxy in front of it"
         )
     if not found.processed <= tolerance:
         raise EngineMismatch(

@@ -91,6 +91,22 @@ class PromptEncoder:
     def has_template(self) -> bool:
         return self._template is not None
 
+    def findings(self) -> list[str]:
+        """Say what is unusual about the template: markers of another model, or no beginning of a reply."""
+        if self._template is None:
+            return []
+        try:
+            foreign = [marker for marker in self._template.spelled_markers() if not self._markers.find(marker)]
+            begins = self._template.begins_reply()
+        except DataError:  # of a template that refuses a lone question, or a reply
+            return []
+        found = []
+        if foreign:
+            found.append(f"the template's {', '.join(foreign)} is plain text to this tokenizer: is it another model's?")
+        if not begins:
+            found.append("the template does not begin the assistant's turn: it does not use add_generation_prompt")
+        return found
+
     @cached_property
     def _markers(self) -> Markers:
         return Markers(self._tokenizer)  # which writes the whole tokenizer out

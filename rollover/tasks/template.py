@@ -28,6 +28,8 @@ from rollover.tasks.messages import is_text
 Messages = Sequence[Mapping[str, Any]]
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _THOUGHT_END = "</think>"
+_REMEDY = "correct the template, choose another in tasks.chat_template_file, or change the row"
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 class Span(NamedTuple):
@@ -115,6 +117,16 @@ class ChatTemplate:
         messages = [{"role": "user", "content": _word(0)}, {"role": "assistant", "content": word}]
         return self._render(messages, (), {}, add_generation_prompt=False).rpartition(word)[2]
 
+    def begins_reply(self) -> bool:
+        """Return whether the template writes the beginning of the assistant's turn behind a question."""
+        question = [{"role": "user", "content": _word(0)}]
+        return self._render(question, (), {}) != self._render(question, (), {}, add_generation_prompt=False)
+
+    def spelled_markers(self) -> list[str]:
+        """List what looks like a marker in a question and its reply, such as ``<|im_end|>``."""
+        text = self._render([{"role": "user", "content": _word(0)}], (), {}) + self.after_reply()
+        return list(dict.fromkeys(_MARKER.findall(text)))
+
     def names(self, argument: str) -> bool:
         """Return whether the template's code has a name; its texts and strings do not count."""
         lex = Environment().lex
@@ -172,10 +184,9 @@ class ChatTemplate:
                 pieces[-1] += part
         for number, message in enumerate(messages):
             if is_text(message, "content") and (times := order.count(words[message["content"]])) != 1:
-                what = "repeats" if times else "drops"
+                what = "repeats" if times else "drops or changes"
                 raise DataError(
-                    f"the chat template {what} the text of a message with role {message['role']!r}: name a template"
-                    " that does not in tasks.chat_template_file, or change the row"
+                    f"the chat template {what} the text of a message with role {message['role']!r}; {_REMEDY}"
                 )
             if dropped := [key for key in message if self._drops(key, number, messages, sample, tools, arguments)]:
                 raise DataError(
@@ -255,9 +266,8 @@ def _rewrites(written: str, texts: Sequence[_Text]) -> str:
             role, key, text = each
             kept = bisect_left(range(len(text)), True, key=lambda size: text[: size + 1] not in written)
             return (
-                f"the chat template changes the {key} of a message with role {role!r}: it writes the first {kept} of"
-                f" {len(text)} characters and then not {text[kept : kept + 20]!r}; name a template that does not in"
-                " tasks.chat_template_file, or change the row"
+                f"the chat template changes the {key} of a message with role {role!r}: of {len(text)} characters it"
+                f" writes the first {kept}, and leaves out or changes {text[kept : kept + 20]!r}; {_REMEDY}"
             )
     return "the chat template takes the text of a message for structure; change the text, or the template"
 

@@ -126,7 +126,7 @@ SHAPES = (
     Shape(
         "ShareGPT with a call",
         {"conversations": [said("human", "1"), said("function_call", "2"), said("observation", "3"), said("gpt", "4")]},
-        refused="drops the text of a message with role 'function_call'",
+        refused="drops or changes the text of a message with role 'function_call'",
     ),
     Shape(
         "ShareGPT, mixed with roles",

@@ -162,6 +162,16 @@ def test_a_template_that_cuts_a_text_is_refused_with_the_place(tmp_path: Path) -
     file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content[:30] }}{% endfor %}")
     template = ChatTemplate(char_tokenizer(), file=file)
     assert template.write([{"role": "user", "content": "1+1"}]).text == "<user>1+1"
-    reason = r"role 'user': .*first 30 of 36 characters .* not '234567'; .*tasks.chat_template_file"
+    assert not template.begins_reply()
+    reason = r"role 'user': of 36 characters .* first 30, .* changes '234567'; .*tasks.chat_template_file"
     with pytest.raises(DataError, match=reason):
         template.write([{"role": "user", "content": "0123456789" * 3 + "234567"}])
+
+
+def test_a_template_of_another_model_is_told(tmp_path: Path) -> None:
+    (file := tmp_path / "other.jinja").write_text(
+        "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    )
+    foreign, unbegun = PromptEncoder(char_tokenizer(), TasksConfig(chat_template_file=str(file))).findings()
+    assert "template's <|start|>, <|end|> is plain text" in foreign and "add_generation" in unbegun
+    assert PromptEncoder(char_tokenizer(CHAT), TasksConfig()).findings() == []

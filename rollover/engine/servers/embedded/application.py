@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -57,7 +57,11 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         Route("/generate", partial(_generate, served), methods=["POST"]),
         *(Route(path, partial(_act, *act), methods=["POST"]) for path, act in acts.items()),
     ]
-    return _Guard(Starlette(routes=routes), key=key, host=host)
+    return _Guard(Starlette(routes=routes, exception_handlers={ClientDisconnect: _gone}), key=key, host=host)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
 
 
 async def _health(request: Request) -> Response:

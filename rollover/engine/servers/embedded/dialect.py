@@ -18,14 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.background import refused
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.http.client import HTTPClient, Patience
+from rollover.engine.servers.http.client import HTTPClient, Patience, meant_for
 from rollover.engine.servers.weights.endpoint import WeightEndpoint, WeightTerms
 from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import EngineError
@@ -184,6 +183,5 @@ class EmbeddedServerDialect:
         return self._client.events(TokensEvent, "/generate", body, patience)
 
     async def _info(self) -> ServerInfo:
-        advice = "engine.kind 'embedded_server' is for servers started with rollover serve"
-        with refused(lambda e: EngineError(f"{e}; {advice}")):
+        with meant_for("embedded_server", "servers started with rollover serve"):
             return await self._client.ask(ServerInfo, "GET", "/info")

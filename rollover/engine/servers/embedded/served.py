@@ -107,6 +107,11 @@ class ServedEngine:
         await self.leave()  # a sender that has gone without a word may be waited for still
 
         async def take(version: int) -> None:
+            if not await asyncio.to_thread(path.is_dir):
+                raise EngineError(
+                    f"this server sees no folder {path}: engine.weights_dir has to be a folder that the run and its"
+                    " servers reach under the same path"
+                )
             source: WeightSource = FolderWeights(version, path)
             if body.base is not None:
                 adapters = await asyncio.to_thread(AdapterSource.read, version, path)

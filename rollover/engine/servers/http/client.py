@@ -39,6 +39,17 @@ class Unreachable(EngineError):
     """
 
 
+@contextmanager
+def meant_for(kind: str, servers: str) -> Iterator[None]:
+    """Name ``engine.kind`` in the error of a server that answers, but not as ``servers`` do."""
+    try:
+        yield
+    except (EngineTimeout, Unreachable):
+        raise
+    except EngineError as e:
+        raise EngineError(f"{e}; engine.kind {kind!r} is for {servers}") from e
+
+
 class Patience:
     """The deadline of one streaming call: moved on by each sign of life, suspended while the server is
     paused.
@@ -232,7 +243,8 @@ class HTTPClient:
         except httpx.ConnectTimeout:
             raise EngineTimeout(f"{self.url} did not accept a connection for {what} in time") from None
         except httpx.ConnectError as e:
-            raise Unreachable(f"{self.url} cannot be reached for {what}: {self.reader.shown(str(e))}") from None
+            problem = f"{self.url} cannot be reached for {what} ({self.reader.shown(str(e))})"
+            raise Unreachable(f"{problem}: is a server running there?") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as e:
             reason = self.reader.shown(str(e)) or type(e).__name__  # it may quote the server
             raise EngineError(f"{self.url} broke off {what}: {reason}") from None

@@ -25,7 +25,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.http.client import HTTPClient, meant_for
 from rollover.engine.servers.sglang.answers import CallCounts, Generation, ModelInfo, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
@@ -118,7 +118,8 @@ class SGLangDialect(NamedCalls):
     # -- checks ----------------------------------------------------------------------------------------------
 
     async def identify(self) -> None:
-        info = await self._client.ask(ModelInfo, "GET", "/model_info")
+        with meant_for("sglang", "SGLang servers"):
+            info = await self._client.ask(ModelInfo, "GET", "/model_info")
         if not info.is_generation:
             raise EngineError(f"{self._client} serves a model that does not generate text")
         if info.preferred_sampling_params is not None:

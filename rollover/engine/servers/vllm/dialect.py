@@ -24,7 +24,7 @@ from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import Answer
-from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.http.client import HTTPClient, meant_for
 from rollover.engine.servers.vllm.answers import Choice, Completion, Models, PauseState, WeightInfo
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.weights import VLLMWeights
@@ -57,7 +57,8 @@ class VLLMDialect:
     # -- checks ----------------------------------------------------------------------------------------------
 
     async def identify(self) -> None:
-        served = await self._client.ask(Models, "GET", "/v1/models")
+        with meant_for("vllm", "vLLM servers"):
+            served = await self._client.ask(Models, "GET", "/v1/models")
         models = {model.id: model for model in served.data}
         name = self._model_name or next(iter(models), "")
         if name not in models:

@@ -106,7 +106,7 @@ def test_a_page_of_the_web_can_have_nothing_done(http: httpx.Client) -> None:
         ("/generate", {}, "request_id"),
         ("/abort", {"request_ids": "a"}, "request_ids"),
         ("/load_weights", {"folder": "/nowhere"}, "label"),
-        ("/load_weights", {"folder": "/nowhere", "label": "x", "keeps_kv": False}, "/nowhere"),
+        ("/load_weights", {"folder": "/nowhere", "label": "x", "keeps_kv": False}, "sees no folder /nowhere: engine.w"),
         ("/group/receive", {"names": [], "dtypes": [], "shapes": []}, "before a group was joined"),
         ("/group/begin", {}, "pause first"),
         ("/group/finish", {"label": "x", "keeps_kv": False}, "no reception of weights was begun"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.servers.http.client import EventDecoder, HTTPClient, Patience
+from rollover.engine.servers.http.client import EventDecoder, HTTPClient, Patience, Unreachable, meant_for
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError, EngineTimeout
@@ -92,7 +92,18 @@ def test_a_refusal_is_told_in_the_servers_own_words(answer: Answer, message: str
 def test_a_server_that_is_not_there_is_named() -> None:
     server = ScriptedVLLM()
     server.kill()
-    with pytest.raises(EngineError, match=r"^http://one cannot be reached for GET /is_paused"):
+    is_missing = pytest.raises(
+        Unreachable, match=r"^http://one cannot be reached for GET /is_paused .*running there\?$"
+    )
+    with is_missing, meant_for("vllm", "vLLM servers"):
+        call(server)
+
+
+def test_a_server_of_another_kind_is_told_with_the_key() -> None:
+    server = ScriptedVLLM()
+    server.answer_once("/is_paused", Answer(404, "Not Found"))
+    is_other = pytest.raises(EngineError, match=r"404: Not Found; engine.kind 'vllm' is for vLLM servers$")
+    with is_other, meant_for("vllm", "vLLM servers"):
         call(server)
 
 

@@ -99,7 +99,7 @@ class WasteCause(StrEnum):
     FILTER_ZERO_SIGNAL = "filter_zero_signal"
     """``algorithm.group_filter`` rejected its group, whose rewards are all equal."""
     UNTRUSTED_ENGINE = "untrusted_engine"
-    """An engine sampled it whose log-probs are not those of the trainer\'s policy."""
+    """The log-probs of the engine that sampled it differ from the trainer\'s."""
     FAILED = "failed_or_crashed"
     """Its sample failed, or too few of its siblings succeeded, or the process died before it was on record."""
     NO_REWARD = "no_reward"
@@ -118,7 +118,7 @@ class WasteCause(StrEnum):
     ONLY_CHOICE = "only_choice"
     """It was the only token that ``rollout.top_p``, ``top_k`` and ``min_p`` left, so its log-prob is always 0."""
     ZERO_ADVANTAGE = "zero_advantage"
-    """Its advantage is exactly 0, as those of a group whose rewards are all equal, and no KL term trains it."""
+    """Its advantage is exactly 0, as in a group whose rewards are all equal, and no KL term trains it."""
 
     @property
     def is_by_rollout(self) -> bool:

@@ -92,7 +92,7 @@ class CallDisplaced(EngineError):
 
 
 class EngineMismatch(EngineError):
-    """An engine whose log-probs are not those of the trainer's policy; the message holds the numbers."""
+    """An engine whose log-probs differ from the trainer's; the message holds the numbers."""
 
 
 class PlanError(RolloverError, ValueError):

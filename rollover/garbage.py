@@ -2,7 +2,7 @@
 
 Left alone, the collector scans the young objects after every 700 new ones, and all objects again and again. Where many
 objects live long and hardly any form a cycle, this is wasted work: half the time of a large simulation, and a fifth of
-that of a coordinator with a thousand members. This module is at the lowest level because both use it and neither
+a coordinator's time with a thousand members. This module is at the lowest level because both use it and neither
 imports the other.
 """
 

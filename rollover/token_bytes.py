@@ -26,7 +26,7 @@ def split_bytes(blob: bytes, num_tokens: int) -> tuple[bytes, ...]:
         pieces.append(blob[start : start + length])
         start += length
     if start != len(blob):
-        raise ValueError(f"{len(blob)} bytes are not those of {num_tokens} tokens")
+        raise ValueError(f"{len(blob)} bytes do not make {num_tokens} tokens")
     return tuple(pieces)
 
 

@@ -249,7 +249,7 @@ class Observation(NamedTuple):
     end_s: float = 0.0
     """Run clock when the environment began to act, and when its answer came."""
     state: str = ""
-    """State of the environment behind the answer in JSON, for one that goes on from there after a crash."""
+    """State of the environment behind the answer in JSON, for an environment that goes on from there after a crash."""
     parent: int | None = None
     """Number of the turn that the next turn goes on from, counted from 0; ``None`` for the latest one. Requests of a
     program can branch, and then the turns of an episode form a tree."""
@@ -262,7 +262,7 @@ class Observation(NamedTuple):
 
 
 MAX_REWARD = 1e15
-"""Largest size of a reward. Advantages are float32, which can still square and sum those of a batch at this size."""
+"""Largest size of a reward. Advantages are float32, which can still square and sum a batch of this size."""
 
 
 NO_COMPONENTS: Mapping[str, float] = {}
@@ -346,7 +346,7 @@ class Trajectory:
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """Return all tokens that follow the prompt: those of each turn, and of the observation after it."""
+        """Return all tokens that follow the prompt: of each turn, and of the observation after it."""
         parts = zip_longest(self.turns, (o.token_ids for o in self.observations), fillvalue=())
         return tuple(t for part in parts for ids in part for t in ids)
 
@@ -395,7 +395,7 @@ class Trajectory:
 
     @property
     def turn_ids(self) -> tuple[int, ...]:
-        """Return the tokens sampled since the last observation: those of the turn that goes on or is to be answered."""
+        """Return the tokens sampled since the last observation: of the turn that goes on or is to be answered."""
         return (*self.turns, ())[len(self.observations)] if self.turns else ()
 
     @property

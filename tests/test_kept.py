@@ -67,7 +67,7 @@ def test_a_set_is_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("blob", [b"\x01", b"\x02\x00\x07", b"\x01\x00\x07\x07"])
 def test_bytes_of_other_sizes_are_no_sets(blob: bytes) -> None:
-    with pytest.raises(ValueError, match="are not those of 1 tokens"):
+    with pytest.raises(ValueError, match="do not make 1 tokens"):
         split_bytes(blob, 1)
 
 

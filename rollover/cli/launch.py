@@ -27,8 +27,8 @@ def command(ctx: click.Context, plan: Path, config: str, run_dir: Path | None, d
 
     PLAN is a file written by `rollover plan FLEET --for-launch --json PLAN`. CONFIG is a TOML file with the model, the
     tasks and the kind of servers. The plan says how many ranks train, which servers decode on which type of node, and
-    how large a step is. Its settings replace those of CONFIG, with a line for each change, and command-line options
-    override both.
+    how large a step is. Its settings replace CONFIG's, with a line for each change, and command-line options override
+    both.
 
     \b
     rollover launch plan.json run.toml --dry-run      show the placement and the whole config

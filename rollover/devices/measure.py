@@ -37,7 +37,7 @@ from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segme
 class MeasuredSizes:
     """The points that are measured. Every other one is held out: not fitted, only predicted.
 
-    Example: of the default ``prompts`` of 128, 256, 512 and 1,024 tokens, those of 256 and 1,024 are held out.
+    Example: of the default ``prompts`` of 128, 256, 512 and 1,024 tokens, 256 and 1,024 are held out.
     """
 
     scratch: ScratchConfig

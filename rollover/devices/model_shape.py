@@ -1,6 +1,6 @@
 """The shape of a language model, read from its ``config.json``: parameters, cache and widths, without weights.
 
-Counts are those of the transformers implementations, to the parameter.
+Counts equal the transformers implementations, to the parameter.
 """
 
 from __future__ import annotations

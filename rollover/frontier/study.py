@@ -141,7 +141,7 @@ def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setu
 
 
 class Bench:
-    """Runs trials over all seeds and pairs them with those of the first setting."""
+    """Runs trials over all seeds and pairs them with the trials of the first setting."""
 
     def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
         self.setup = setup

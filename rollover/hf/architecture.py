@@ -18,7 +18,7 @@ from rollover.hf.rope import Rope, read_rope
 
 
 class Norms(NamedTuple):
-    """The names of a layer's RMS norms within the layer; ``None`` for one that it does not have.
+    """The names of a layer's RMS norms within the layer; ``None`` for a norm that it does not have.
 
     Example: ``Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")`` for OLMo 2, which
     normalises what it adds to the hidden state, and not the hidden state.
@@ -46,7 +46,7 @@ class Family:
     """Queries and keys have an RMS norm: each head, or all heads together."""
     norms: Norms = field(default_factory=Norms)
     windows: Literal["", "all", "types"] = ""
-    """Layers that attend to a window if the config names one: none, all, or those of ``layer_types``."""
+    """Layers that attend to a window if the config names one: none, all, or as ``layer_types`` says."""
     is_interleaved: bool = False
     """Rotated pairs are neighbours, and the first numbers of a head may be rotated alone."""
     skips_rotation: bool = False
@@ -221,7 +221,7 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
-        """Read the architecture of the model in ``folder``. Raises ``ModelError`` for one that is not supported."""
+        """Read the architecture of the model in ``folder``. Raises ``ModelError`` if it is not supported."""
         path, config = folder / "config.json", read_config(folder)
         try:
             return cls.from_config(config)

@@ -1,7 +1,7 @@
 """The files of a model folder that stand beside its weights: its config, tokenizer, chat template, generation settings.
 
 They are small, so code that writes more model folders keeps them in memory: the folder they came from may be moved or
-deleted during the run. A fingerprint tells whether the folder that a resumed run finds is the one that it began with.
+deleted during the run. A fingerprint tells whether a resumed run finds the folder that it began with.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES + ["*.safetensors"] * weights))
-    except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
+    except Exception as error:  # the hub client's errors share no base class with the errors of its HTTP library
         raise ModelError(
             f"model {str(name)!r} is not a folder here and could not be fetched from the hub "
             f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"

@@ -30,7 +30,7 @@ class RawTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
+    """The number format by torch's name, or by safetensors' name if ``DTYPES`` has none."""
     content: NDArray[np.uint8]
 
 

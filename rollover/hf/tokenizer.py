@@ -59,7 +59,7 @@ def open_tokenizer(folder: Path) -> FastTokenizer:
 
 
 def stop_token_ids(folder: Path, tokenizer: FastTokenizer) -> tuple[int, ...]:
-    """List the tokens that end a response: the tokenizer's end token, and those of the model's configs."""
+    """List the tokens that end a response: the tokenizer's end token, and the end tokens of the model's configs."""
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
 
 

@@ -35,7 +35,7 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: str
-    """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
+    """The number format by torch's name, or by safetensors' name if ``DTYPES`` has none."""
     start: int
     """Offset of its bytes in the file; they are little-endian, row by row."""
     num_bytes: int
@@ -43,7 +43,7 @@ class TensorInfo:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder: those of its index, or all when it has none.
+    """List the safetensors files of a folder: the files that its index names, or all if it has none.
 
     Raises ``ModelError`` when there is none, or when the index is damaged.
     """

@@ -1,7 +1,7 @@
 """Blocks: devices of a pipeline or of its stage that stay in one node.
 
 Their sizes are powers of two, so a block takes exactly the room of a whole number of smaller ones. Blocks therefore fit
-into nodes of any sizes if and only if, for each size, those of at least this size need no more devices than the nodes
+into nodes of any sizes if and only if, for each size, blocks of at least this size need no more devices than the nodes
 have in whole blocks of it.
 """
 

@@ -1,5 +1,5 @@
 """Choices for a plan: parallel shapes, kinds of rollout replica and training plans that fit into memory,
-without those that another is at least as good as.
+without any plan that another matches or beats.
 
 Leaving out a dominated choice never changes the optimum: wherever it stands, the better one could.
 """
@@ -209,7 +209,7 @@ def _trainers(
 
 
 def _packs(trainer: TrainerCosts, other: TrainerCosts) -> bool:
-    """Return whether nodes have room for the blocks of ``trainer`` wherever they have room for those of ``other``."""
+    """Return whether nodes that have room for the blocks of ``other`` also have room for the blocks of ``trainer``."""
     node_size = trainer.device.node_size
     even = node_size & (node_size - 1) == 0
     return even or block(trainer.part, node_size) <= block(other.part, node_size)

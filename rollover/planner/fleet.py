@@ -110,7 +110,7 @@ class FleetFile:
     budget_per_hour: float | None = None
     """Maximum total cost of all devices in use, per hour."""
     catalogues: tuple[str, ...] = ()
-    """Additional files of devices, such as those that a calibration writes; paths are relative to the fleet file."""
+    """Additional files of devices, such as a calibration writes; paths are relative to the fleet file."""
     network: NetworkEntry | None = None
     """Network of every node that does not set its own."""
     links: tuple[LinkEntry, ...] = ()

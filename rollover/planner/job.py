@@ -210,7 +210,7 @@ def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution]
 
 
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:
-    """Plan as many devices of one type as the plan's cost buys; where prices are missing, those of the fleet."""
+    """Plan as many devices of one type as the plan's cost buys; if prices are missing, as many as the fleet has."""
     money = plan.solution.cost_per_hour
     for device, stock in plan.fleet.stock.items():
         count, name = stock, f"the fleet's {device.name} alone"

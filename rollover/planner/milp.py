@@ -290,7 +290,7 @@ class Program:
         self.whole[:] = 0
 
     def copy(self) -> Program:
-        """Return a programme with the same rows, whose bounds can be changed without changing those of this one."""
+        """Return a programme with the same rows, whose bounds can be changed without changing these."""
         other = copy(self)
         other.top, other.bottom, other.whole = self.top.copy(), self.bottom.copy(), self.whole.copy()
         other.rows = self.rows.copy()

@@ -49,7 +49,7 @@ class PriceBounds:
         budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
         spent = np.nan_to_num(demand.prices) / budget
         bound = problem.max_staleness + 1
-        blocks = np.ones((len(demand.busy), len(demand.scarce)))  # those of a trainer are not counted
+        blocks = np.ones((len(demand.busy), len(demand.scarce)))  # a trainer's are not counted
         left = (demand.stock - demand.training) / demand.stock
         has = np.column_stack([left, blocks, 1 - demand.training @ spent, 1 - demand.busy / bound])
         self.has = np.where(np.abs(has) < _ROUNDING, 0.0, has)

@@ -132,7 +132,7 @@ def _surprise(rows: Sequence[MetricRow]) -> str | None:
 
 
 def _failures(rows: Sequence[MetricRow]) -> str | None:
-    """Look for many failures. The count of the first step is where that of the others begins."""
+    """Look for many failures, beyond the count that the first step began with."""
     num_failed = _values(rows, "rollout/failed_samples")[-RECENT - 1 :]
     num_steps = len(num_failed) - 1
     num_trained = sum(_values(rows, "rollout/batch_samples")[-num_steps:])

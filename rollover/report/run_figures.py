@@ -225,8 +225,8 @@ def _moving(record: RunRecord, speed: Speed) -> tuple[list[float], list[float]]:
 
 
 def small(record: RunRecord, curves: Sequence[Curve]) -> Figure | None:
-    """Draw some curves over steps, small; curves that are not measured are left out, and of several those that are 0
-    throughout."""
+    """Draw some curves over steps, small; curves that are not measured are left out. Among several, so are curves
+    that are 0 throughout."""
     rows = [row for row in record.metrics if row.kind == "step"]
     found = []
     for curve in curves:

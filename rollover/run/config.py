@@ -247,7 +247,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if config.deterministic and rollout.strategy.overlaps_training:
         yield (
             f"deterministic = true is impossible with rollout.strategy {rollout.strategy.title}, which trains and"
-            " generates at the same time: use one that stops for the trainer, such as 'april'"
+            " generates at the same time: use a strategy that stops for the trainer, such as 'april'"
         )
     yield from engine.refusals(
         EngineDemands(

@@ -96,7 +96,7 @@ def _biases(config: RunConfig) -> Iterator[str]:
     elif r.is_cut:
         yield (
             "warning: rollout.accept_truncation_bias: top_p, top_k or min_p leaves tokens out, but log-probs are"
-            " trained as those of the whole vocabulary, so importance ratios and gradients are biased"
+            " trained as if drawn from the whole vocabulary, so importance ratios and gradients are biased"
         )
 
 

@@ -60,8 +60,7 @@ def read_plan(file: Path) -> Plan:
         ) from None
     if found := plan.obstacles:
         raise PlanError(
-            f"{file} cannot be run: {'; '.join(found)}. Make one that can with rollover plan --for-launch --json"
-            f" {file.name}"
+            f"{file} cannot be run: {'; '.join(found)}. Make another with rollover plan --for-launch --json {file.name}"
         )
     return plan
 

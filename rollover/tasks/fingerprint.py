@@ -62,7 +62,7 @@ class DataFile:
             return
         if self._read_content() != self.content:
             raise DataError(
-                f"{self.path} changed while it was being read, so its rows are no longer those that were counted;"
+                f"{self.path} changed while it was being read, so its rows are no longer the rows that were counted;"
                 " restore the right file"
             )
         self._stamp = stamp

@@ -5,7 +5,7 @@ tokenizer adds none; plain text gets those the tokenizer adds by itself (a leadi
 prompt that a template wrote:
 
 * the text of each message is in it once and whole, apart from white space at its ends;
-* the markers among its ids, such as ``<|im_end|>``, are those that the template writes: a marker that a message spells
+* the markers among its ids, such as ``<|im_end|>``, are the ones the template writes: a marker that a message spells
   out is encoded as text;
 * a prompt in which no message spells a marker out has the ids of the whole text, as in any other library.
 """

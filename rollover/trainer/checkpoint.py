@@ -246,7 +246,7 @@ def check_moments(
     parameters: Mapping[str, Tensor],
     in_8_bits: Collection[Tensor] = (),
 ) -> None:
-    """Raise ``ModelError`` unless the moments in a checkpoint, which have these shapes, are those of the model's
+    """Raise ``ModelError`` unless the moments in a checkpoint, which have these shapes, belong to the model's
     parameters."""
     expected: dict[str, tuple[int, ...]] = {}
     for name, parameter in parameters.items():

@@ -116,7 +116,7 @@ class PackedRow:
     position_ids_N: Tensor
     """Counted from 0 in each sample."""
     predict_T: Tensor
-    """Input position whose logits predict each sampled token, sample after sample; that of the first one is
+    """Input position whose logits predict each sampled token, sample after sample; the position for the first token is
     the prompt's last, shared by siblings."""
     target_T: Tensor
     """The sampled tokens they predict."""

@@ -64,7 +64,7 @@ def prove(config: Any) -> Layout:
         if difference <= BOUND:
             return layout
         found.append(
-            f"log-probs of {layout} rows differ from those of separate samples by {difference:.2g} nats at token"
+            f"log-probs of {layout} rows differ from log-probs of separate samples by {difference:.2g} nats at token"
             f" {token} of a response"
         )
     reasons = ", and ".join(found)

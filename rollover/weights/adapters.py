@@ -159,7 +159,7 @@ class AdapterSource:
 
 
 class AppliedAdapters:
-    """Full weights, a ``WeightSource``: those of ``base``, with adapters merged as they are read.
+    """Full weights, a ``WeightSource``: ``base`` with adapters merged as they are read.
 
     Raises ``ModelError`` for adapters that do not fit.
     """

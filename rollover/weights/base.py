@@ -44,7 +44,7 @@ class TensorSpec:
 
 
 def unmade(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors of the same names, shapes and number formats, without making those that are made on demand."""
+    """Return tensors of the same names, shapes and number formats, without making tensors that are made on demand."""
     while (base := getattr(weights, "base", None)) is not None:
         weights = base
     return weights

@@ -525,7 +525,7 @@ def test_a_worker_without_what_a_run_wants_beside_tokens_is_refused(what: str, s
         ("kept", b"", "2 tokens came with 0 kept sets"),
         ("kept", join_bytes((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
         ("kept", join_bytes((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
-        ("kept", join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not those of 2 tokens"),
+        ("kept", join_bytes((b"\x05\x02", b"\x07"))[:-1], "do not make 2 tokens"),
     ],
 )
 def test_what_a_worker_sends_beside_its_tokens_is_checked(beside: str, sent: bytes, reason: str | None) -> None:

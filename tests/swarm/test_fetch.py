@@ -295,7 +295,7 @@ def test_another_run(publisher: SwarmPublisher, tmp_path: Path) -> None:
 
 def test_another_epoch_or_version_than_was_announced(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
-    message = "version 0 of epoch 2 was announced, but its manifest is that of version 0 of epoch 1"
+    message = "version 0 of epoch 2 was announced, but its manifest is of version 0 of epoch 1"
     refused(publisher, tmp_path / "a", head, message, run_epoch=2)
     claimed = Head(version=7, manifest=head.manifest)
     refused(publisher, tmp_path / "b", claimed, "version 7 of epoch 1 was announced, but .* version 0 of epoch 1")
@@ -320,7 +320,7 @@ def test_another_tokenizer(publisher: SwarmPublisher, tmp_path: Path) -> None:
     message = "version 1 has a config or tokenizer other than version 0"
     refused(publisher, tmp_path / "a", other, message, first, error=PublicationRefused)
     alone = forge(publisher, first, model="0" * 64)
-    refused(publisher, tmp_path / "b", alone, "config and tokenizer of version 0 are not those of its model")
+    refused(publisher, tmp_path / "b", alone, "config and tokenizer of version 0 do not belong to its model")
 
 
 def test_a_tensor_that_does_not_come_out_as_the_manifest_says(publisher: SwarmPublisher, tmp_path: Path) -> None:

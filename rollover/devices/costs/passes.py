@@ -28,7 +28,7 @@ def step_flops(model: ModelShape, workload: WorkloadSpec, recompute: bool) -> fl
 
 
 def extra_passes(workload: WorkloadSpec) -> int:
-    """Count the forward passes beside the one that is differentiated."""
+    """Count the forward passes that are not differentiated."""
     return workload.proximal_pass + workload.reference_model
 
 

@@ -22,7 +22,7 @@ _STATE_BYTES = 2 * BF16_BYTES + 3 * 4
 class TrainerCosts:
     """Time and memory of data-parallel pipelines on one device type, regardless of their share of the batch.
 
-    Example: for a model of 28 layers on ``part.pp == 3`` stages, ``layers`` is 10, those of the fullest stage.
+    Example: for a model of 28 layers on ``part.pp == 3`` stages, ``layers`` is 10, for the fullest stage.
     """
 
     device: Device
@@ -130,7 +130,7 @@ def trainer_costs(
     ring_link: Link | None = None,
     stage_link: Link | None = None,
 ) -> TrainerCosts:
-    """Make the costs of ``part`` on ``device``; links that are not given are those of phase 1, before placement."""
+    """Make the costs of ``part`` on ``device``; links that are not given are taken from phase 1, before placement."""
     inside = part.tp * part.pp <= device.node_size
     return TrainerCosts(
         device=device,

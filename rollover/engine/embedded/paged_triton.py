@@ -4,7 +4,7 @@ Nothing is gathered: a program reads the blocks of its sequence where they lie. 
 of sequences alone, lengths are read on the device, so a recorded launch serves all lengths. A sequence is split among
 several programs where there are few, and their sums are combined (Dao et al., Flash-Decoding, 2023).
 
-Layouts are those of ``kv_cache`` and, for the joint projection, ``model``.
+Layouts are as in ``kv_cache`` and, for the joint projection, as in ``model``.
 """
 
 from __future__ import annotations

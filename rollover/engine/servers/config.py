@@ -185,7 +185,7 @@ class ServerConfig(EngineConfig):
             return
         for key, empty in (("num_servers", 1), ("launch_devices", ())):
             if getattr(self, key) != empty:
-                yield f"engine.{key} is for servers on this machine, not for those of cluster.engines: leave it out"
+                yield f"engine.{key} is for servers on this machine, not for servers of cluster.engines: leave it out"
 
     def __post_init__(self) -> None:
         if self.launch == bool(self.urls):

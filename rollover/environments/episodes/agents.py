@@ -131,7 +131,7 @@ class AgentActor:
         sources: by name.
 
     Example: with a program that asks ``"12+34?"`` first, the empty turn of an episode is answered with an
-    ``Observation`` whose tokens are those of the prompt ``"12+34?"``.
+    ``Observation`` whose tokens are the prompt ``"12+34?"``.
     """
 
     def __init__(self, sources: Mapping[str, SourceEnvironment[AgentConfig]], tokenizer: FastTokenizer) -> None:

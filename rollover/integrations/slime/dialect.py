@@ -90,7 +90,7 @@ class LentDialect(NamedCalls):
 
     async def check_health(self, *, decode: bool, timeout_s: float) -> None:
         """Ask the scheduler itself for its number of calls. Nothing is decoded, since a call of ours could not be told
-        apart from those that slime waits for."""
+        apart from requests that slime waits for."""
         await self._client.call("GET", "/v1/loads", params={"include": "core"}, timeout_s=timeout_s)
 
     # -- calls -----------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequ
 
 
 def _template(sample: Sample, name: str) -> dict[str, Any]:
-    """Return the fields of a sample that differ from those of a new one and that no rollout fills."""
+    """Return the fields of a sample that differ from a new sample's and that no rollout fills."""
     fresh, template = type(sample)(), {}
     for field in dataclasses.fields(sample):
         value = getattr(sample, field.name)

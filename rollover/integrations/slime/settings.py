@@ -198,7 +198,7 @@ _UNSET = {
     "rollout_all_samples_process_path": "groups that are not trained are not handed out: leave it out",
     "use_rollout_routing_replay": "routed experts are not recorded: leave it out",
     "use_rollout_indexer_replay": "indexer choices are not recorded: leave it out",
-    "recompute_logprobs_via_prefill": "log-probs are those of the engine when it sampled: leave it out",
+    "recompute_logprobs_via_prefill": "log-probs are the engine's own, from when it sampled: leave it out",
     "use_opd": "log-probs of a teacher are not asked for: leave it out",
     "debug_rollout_only": "its servers are given no weights, and so no label that tells their version: leave it out",
     "multi_lora": "requests name no adapter: leave it out",

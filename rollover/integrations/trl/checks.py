@@ -67,7 +67,7 @@ def check_dropout(names: Collection[str]) -> None:
     if names:
         raise ConfigError(
             f"the model drops activations while it trains, in {len(names)} places (first {next(iter(names))!r}), so"
-            " TRL's log-probs would never be those that tokens were sampled with: set GRPOConfig.disable_dropout to"
+            " TRL's log-probs would never equal the log-probs of sampling: set GRPOConfig.disable_dropout to"
             " True, and dropouts such as attention_dropout in the model's config to 0"
         )
 

@@ -104,7 +104,7 @@ def model_folder(model: Any, tokenizer: Any, place: Path, *, is_untrained: bool)
         tokenizer.save_pretrained(place)
     elif is_untrained and not _is_model_of(place, dict(policy_source(model, 0).tensors())):
         raise RunError(
-            f"the model is not the one that this run began with ({place}), and no checkpoint was saved yet: create the"
+            f"this run began with another model ({place}), and no checkpoint was saved yet: create the"
             " same model each time, for instance by calling transformers.set_seed before, or remove that run"
         )
     return place

@@ -129,7 +129,7 @@ class VerlReplicas:
             raise EngineError(f"{name}: {len(ids)} tokens came with {len(logprobs)} log-probs")
         if ids and (label := output.extra_fields.get("global_steps")) != self._global_steps:
             raise EngineError(
-                f"{name}: weights of step {label} sampled its tokens, and those of step {self._global_steps} are due"
+                f"{name}: weights of step {label} sampled its tokens, and weights of step {self._global_steps} are due"
             )
         self._count(len(request.prompt_ids), len(request.response_ids), len(ids))
         return Chunk(
@@ -151,7 +151,7 @@ class VerlReplicas:
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Implement ``Engine.abort``. All calls of the replicas end, and callers retry those that were not meant to
+        """Implement ``Engine.abort``. All calls of the replicas end, and callers retry calls that were not meant to
         end. The replicas take calls again when this returns.
 
         A call may reach its replica after the abort, and then waits there: each round opens the replicas to admit such

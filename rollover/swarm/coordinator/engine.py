@@ -15,7 +15,7 @@ upkeep                the next turn             time
 gateway               connections, frames       workers
 ====================  ========================  ==============================================================
 
-Invariants: those of the coordinator; a chunk reaches its caller once; in pull mode no chunk reaches a caller between
+Invariants: as in the coordinator; a chunk reaches its caller once; in pull mode no chunk reaches a caller between
 ``pause`` and ``resume``.
 """
 

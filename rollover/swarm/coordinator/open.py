@@ -138,7 +138,7 @@ async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoar
 
 
 def _fits(folder: Path) -> Callable[[WeightSource], None]:
-    """Return the function that refuses weights which are not those of the run's model."""
+    """Return the function that refuses weights of another model than the run's."""
     shapes = {name: info.shape for name, info in read_weight_infos(folder).items()}
 
     def check(source: WeightSource) -> None:

@@ -110,7 +110,7 @@ class Outlets:
         return True
 
     def taken_back(self, call_ids: Collection[str]) -> list[GenerateRequest]:
-        """Let go of those of these calls that were held back, and return them."""
+        """Let go of the calls among these that were held back, and return them."""
         early = [request for request in self._held_back or () if request.request_id in call_ids]
         if early:
             self._held_back = [request for request in self._held_back or () if request.request_id not in call_ids]

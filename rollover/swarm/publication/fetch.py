@@ -140,7 +140,7 @@ class WeightFetcher:
     def _files(self, manifest: PublicationManifest) -> dict[str, bytes]:
         files = {file.name: restore(file.blob, self._blobs) for file in manifest.files}
         if model_digest(files) != manifest.model:
-            raise PublicationError(f"the config and tokenizer of version {manifest.version} are not those of its model")
+            raise PublicationError(f"the config and tokenizer of version {manifest.version} do not belong to its model")
         return files
 
     async def _contents(self, newest: _Link) -> tuple[tuple[_Link, ...], TensorBytes]:
@@ -202,7 +202,7 @@ class WeightFetcher:
         self._check_run(manifest)
         if (manifest.version, manifest.run_epoch) != (head.version, run_epoch):
             raise PublicationError(
-                f"version {head.version} of epoch {run_epoch} was announced, but its manifest is that of version"
+                f"version {head.version} of epoch {run_epoch} was announced, but its manifest is of version"
                 f" {manifest.version} of epoch {manifest.run_epoch}"
             )
         seen = self._seen

@@ -27,7 +27,7 @@ _OURS = re.compile(rf"e\d+v\d+-[0-9a-f]{{16}}|{re.escape(PARTIAL)}.*")
 class FetchedWeights:
     """One version of the weights, verified tensor by tensor; a ``WeightSource``.
 
-    Tensors that have not changed are those of the version before: they are never written to.
+    Tensors that have not changed are shared with the version before: they are never written to.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ class SwarmPublisher:
 
     @property
     def kept(self) -> tuple[KeptPublication, ...]:
-        """Return the publications that can be fetched, oldest first; this includes those of earlier epochs."""
+        """Return the publications that can be fetched, oldest first; this includes publications of earlier epochs."""
         return self._log.kept
 
     def publish(self, source: WeightSource) -> PublishedWeights:

@@ -28,7 +28,7 @@ from rollover.types import FinishReason
 _BYTES = 4
 """Bytes of a packed token id, and of a packed log-prob."""
 _MAX_BESIDE_BYTES = messages.MAX_FRAME_BYTES // 2
-"""Most bytes of the kept sets and routes of a message: those of hundreds of tokens at least."""
+"""Most bytes of the kept sets and routes of a message: enough for hundreds of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

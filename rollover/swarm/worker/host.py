@@ -122,7 +122,7 @@ class EngineHost:
             self.is_switching = self.holds_tokens_back = False
 
     def ready(self) -> Ready | None:
-        """Return what the engine can do now; ``None`` while there is none that serves."""
+        """Return what the engine can do now; ``None`` while no engine serves."""
         if self.opened is None or self.serves is None:
             return None
         capabilities = self.opened.engine.capabilities

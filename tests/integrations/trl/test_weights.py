@@ -95,7 +95,7 @@ def test_a_model_of_no_folder_is_written_for_the_engine(tiny_model: Path, tmp_pa
     with torch.no_grad():
         made.model.norm.weight[0] += 1
     assert model_folder(made, None, folder, is_untrained=False) == folder
-    with pytest.raises(RunError, match=r"not the one that this run began with .* by calling transformers\.set_seed"):
+    with pytest.raises(RunError, match=r"this run began with another model .* by calling transformers\.set_seed"):
         model_folder(made, None, folder, is_untrained=True)
 
 

@@ -95,8 +95,8 @@ class Watch:
             await member.engine.probe(decode=True)
             if self.logprob_check is not None:
                 await self.logprob_check(member.engine, version)
-            # A check can take longer than a fast run keeps a version: the weights that follow are checked like those of
-            # the others, after the next update.
+            # A check can take longer than a fast run keeps a version: the weights that follow are checked as in
+            # other members, after the next update.
             while not self._updates.is_current(version):
                 version = await self._updates.catch_up(member, was_late=True)
         except EngineError as e:

@@ -161,7 +161,7 @@ class Coordinator:
         return effects
 
     def _confirm(self, member: SwarmMember, heads: Iterable[messages.Head]) -> None:
-        """Record that tokens of a member may come from those of these publications that are known."""
+        """Record that tokens of a member may come from these publications, as far as they are known."""
         member.served.update((head.version, head.manifest) for head in heads if self._publications.knows(head))
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
@@ -351,7 +351,7 @@ class Coordinator:
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:
-        """Record that the log-probs of a member are those of ``version``."""
+        """Record that the log-probs of a member belong to ``version``."""
         self.members[name].checked_version = version
         self._assignments.changed(self.members[name])
         return [

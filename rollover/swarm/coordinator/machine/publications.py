@@ -1,4 +1,4 @@
-"""The publications that a token may come from: those of this start of the run, and those of earlier starts that it has
+"""The publications that a token may come from: of this start of the run, and of the earlier starts that it has
 resumed from.
 
 A run that starts again resumes from a checkpoint of version *r* and publishes it again, under another manifest, since
@@ -24,7 +24,7 @@ class Publications:
     """The publications of a run, by version and digest.
 
     Args:
-        earlier: those of earlier starts that are on record, oldest first, each with its start.
+        earlier: publications of earlier starts that are on record, oldest first, each with its start.
 
     Example: epoch 1 published versions 5, 6 and 7, and epoch 2 began with 6. Then versions 5 and 6 of epoch 1 are known
     as well as version 6 of epoch 2, and version 7 of epoch 1 is not.

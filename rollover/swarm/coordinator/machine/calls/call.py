@@ -29,7 +29,7 @@ class SwarmCall:
     def __init__(self, request: GenerateRequest, least_version: int, *, is_directed: bool = False) -> None:
         self.request = request
         self.is_directed = is_directed
-        """It is for one member, to look at that: its length says nothing of those of responses."""
+        """It is for one member, to examine that member: its length says nothing about responses."""
         self.least_version = least_version
         self.start = len(request.response_ids)
         self.position = self.start

@@ -50,7 +50,7 @@ class WaitingCalls:
         self._of_sample[call.request.sample_key] = call_id
 
     def discard(self, call_id: str, call: SwarmCall) -> None:
-        """Forget a call, if it is among those that wait."""
+        """Forget a call, if it is waiting."""
         calls = self._by_version.get(call.least_version, {})
         if call_id not in calls:
             return
@@ -240,7 +240,7 @@ class SwarmCalls:
         return effects
 
     def aborted(self, call_ids: Iterable[str]) -> list[Effect]:
-        """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
+        """Stop calls. Calls without a member end at once; calls of a member that is gone end with what they have."""
         effects: list[Effect] = []
         by_member: dict[str, list[str]] = {}
         for call_id in call_ids:

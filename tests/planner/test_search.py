@@ -1,7 +1,8 @@
-"""A plan of the whole fleet, over random small fleets: nothing that is added ever hurts."""
+"""A plan of the whole fleet, over small fleets: nothing that is added ever hurts."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -10,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
 
-from rollover.devices.records import LengthBucket, Link
+from rollover.devices.records import Device, LengthBucket, Link
 from rollover.errors import PlanError
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
@@ -25,34 +24,29 @@ GAPS = 2e-3
 """What two proved gaps may add up to."""
 
 
-@st.composite
-def fleets(draw: st.DrawFn, sizes: Sequence[int] = (1, 2, 4)) -> Fleet:
-    """Up to four nodes of two types, joined by links from Ethernet to better than their own."""
-    network = Link(bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9, 1e10, 1e11])), latency_s=2e-5)
-    types = [
-        device(
-            name,
-            flops=draw(st.sampled_from([100e12, 400e12, 1000e12])),
-            hbm_bytes_per_s=draw(st.sampled_from([0.5e12, 2e12, 4e12])),
-            hbm_bytes=draw(st.sampled_from([12e9, 24e9, 80e9])),
-            node_size=draw(st.sampled_from(sizes)),
-            network=network,
-            price_per_hour=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        )
-        for name in ("a", "b")
-    ]
-    counts = draw(st.sampled_from([(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (3, 0)]))
-    nodes = [
+def fleet(network: float, *types: Device, counts: Sequence[int]) -> Fleet:
+    """So many nodes of each type, joined by links of ``network`` bytes/s."""
+    joined = [replace(made, network=Link(bytes_per_s=network, latency_s=2e-5)) for made in types]
+    nodes = tuple(
         Node(name=f"{made.name}{i}", device=made, num_devices=made.node_size)
-        for made, count in zip(types, counts, strict=True)
+        for made, count in zip(joined, counts, strict=True)
         for i in range(count)
-    ]
-    return Fleet(name="f", nodes=tuple(nodes), links=(), currency="USD", budget_per_hour=None)
+    )
+    return Fleet(name="f", nodes=nodes, links=(), currency="USD", budget_per_hour=None)
 
 
-BOUNDS = st.sampled_from([0, 1, 4])
+FAST, SLOW = device("a", node_size=2), device("b", node_size=4, flops=100e12, price_per_hour=1.0)
+SMALL = device("a", node_size=4, hbm_bytes=12e9, hbm_bytes_per_s=0.5e12, price_per_hour=1.0)
+FLEETS = (
+    (fleet(1e10, FAST, counts=(2,)), 1),
+    (fleet(1e8, FAST, SLOW, counts=(1, 1)), 4),
+    (fleet(1e7, SMALL, counts=(2,)), 0),
+)
+"""Nodes that are alike, two types on a narrow network, and devices so small that a model is divided; each with a
+bound on staleness."""
 
 
+@functools.cache
 def rate(fleet: Fleet, max_staleness: int) -> float:
     """Steps/s on the real links; 0 where there is no plan."""
     try:
@@ -165,11 +159,6 @@ def with_a_larger_node(fleet: Fleet) -> Fleet:
 
 @pytest.mark.parametrize("more", MORE)
 def test_nothing_that_is_added_ever_hurts(more: str) -> None:
-    @settings(max_examples=3, deadline=None, derandomize=True)
-    @seed(sorted(MORE).index(more))
-    @given(fleets(sizes=(1, 2, 3, 4, 5, 7) if more == "a device in a node" else (1, 2, 4)), BOUNDS)
-    def law(fleet: Fleet, max_staleness: int) -> None:
+    for fleet, max_staleness in FLEETS:
         before = replace(fleet, budget_per_hour=TIGHT) if more in ("lower prices", "a budget") else fleet
         assert rate(*MORE[more](fleet, max_staleness)) >= rate(before, max_staleness) * (1 - GAPS)
-
-    law()

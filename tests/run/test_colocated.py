@@ -199,7 +199,7 @@ def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config
     assert runs.ledger(Path("out")).next_step == 4
 
 
-def test_a_server_killed_asleep_comes_back_with_the_current_weights(
+def test_a_server_killed_asleep_comes_back_with_the_current_weights_and_ends_with_the_run(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[ServerProcess] = []
@@ -212,14 +212,16 @@ def test_a_server_killed_asleep_comes_back_with_the_current_weights(
         if batch.step == 1:
             assert started[-1]._supervisor is not None
             os.killpg(started[-1]._supervisor.pid, signal.SIGKILL)
+        if batch.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
         return as_ever(self, batch)
 
     begin, as_ever = ServerProcess.start, LocalTrainer.step
     monkeypatch.setattr(ServerProcess, "start", start)
     monkeypatch.setattr(LocalTrainer, "step", step)
     launch = ("--engine.launch", "true", "--engine.kv_cache_bytes", str(2**21), "--engine.all_down_timeout_s", "600")
-    assert train("--run-dir", "out", *SERVERS, *launch, *COLOCATED) == 0, capsys.readouterr().err
-    assert len(started) == 2
+    assert train("--run-dir", "out", "--steps", "9", *SERVERS, *launch, *COLOCATED) == 130, capsys.readouterr().err
+    assert len(started) == 2 and all(server.exited for server in started), "Ctrl-C ends the server too"
     assert any("is back with weights version" in record.getMessage() for record in caplog.records)
     later = [e for e in runs.events(Path("out")) if isinstance(e, SegmentEnded) and e.segment.policy_version > 1]
     assert sum(len(e.segment.token_ids) for e in later) > 0

@@ -76,8 +76,9 @@ def compile_all(number: str) -> None:
         assert {*types, *constants} == {*kernel.arg_names}
         for name, target in TARGETS.items():
             triton.compile(ASTSource(kernel, signature, constants), target=target)
-            print(kernel.__name__, name, flush=True)
+            print(name, number, flush=True)
 
 
 if __name__ == "__main__":
-    compile_all(*sys.argv[1:])
+    for number in sys.argv[1:]:
+        compile_all(number)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from rollover.swarm.coordinator.status.snapshot import read_status
 from tests import runs
 from tests.speed import within
+from tests.swarm.chaos.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = within(240.0)
@@ -56,17 +56,10 @@ class Laptop:
 
     namespace: str
     home: Path
-    started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    started: dict[str, Forked] = field(default_factory=dict)
 
     def command(self, line: str) -> list[str]:
-        words = shlex.split(line)
-        words[:1] = [sys.executable, "-m", "rollover"] if words[0] == "rollover" else words[:1]
-        return ["ip", "netns", "exec", self.namespace, *words]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        paths = os.pathsep.join([str(ROOT), str(self.home)])
-        return {**os.environ, "HOME": str(self.home), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "no_proxy": "*"}
+        return ["ip", "netns", "exec", self.namespace, *shlex.split(line)]
 
     def run(self, line: str) -> str:
         if line.startswith("rollover "):  # none of these uses the network
@@ -76,7 +69,6 @@ class Laptop:
         done = subprocess.run(
             self.command(line),
             cwd=self.home,
-            env=self.environment,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -86,19 +78,15 @@ class Laptop:
         return done.stdout
 
     def start(self, name: str, line: str) -> None:
-        with (self.home / f"{name}.log").open("wb") as log:
-            self.started[name] = subprocess.Popen(
-                self.command(line), cwd=self.home, env=self.environment, stdout=log, stderr=log
-            )
+        (self.home / f"{name}.log").touch()
+        self.started[name] = Forked(self.home, name, shlex.split(line)[1:], namespace=self.namespace)
 
     def log(self, name: str) -> str:
         return (self.home / f"{name}.log").read_text(errors="replace")
 
     def kill(self) -> None:
         for process in self.started.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.kill()
 
 
 class House:
@@ -166,10 +154,10 @@ def until(what: str, holds: object, laptops: tuple[Laptop, ...]) -> None:
     give_up_s = time.monotonic() + DEADLINE_S
     while not holds():  # type: ignore[operator]
         logs = [
-            (f"{name}: ended with {p.poll()}", m.log(name)[-2000:]) for m in laptops for name, p in m.started.items()
+            (f"{name}: ended with {p.exit_code}", m.log(name)[-2000:]) for m in laptops for name, p in m.started.items()
         ]
         assert time.monotonic() < give_up_s, f"{what} did not happen: {logs}"
-        assert all(p.poll() in (None, 0) for m in laptops for p in m.started.values()), f"before {what}: {logs}"
+        assert all(p.exit_code in (None, 0) for m in laptops for p in m.started.values()), f"before {what}: {logs}"
         time.sleep(0.1)
 
 
@@ -210,10 +198,8 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(tmp_path: Pa
         until(
             "both serve", lambda: all("serving version" in m.log("worker") for m in (it.kitchen, it.attic)), it.laptops
         )
-        assert it.first.started["train"].wait(DEADLINE_S) == 0, it.first.log("train")
-        for laptop in (it.kitchen, it.attic):
-            assert laptop.started["worker"].wait(within(60)) == 0, "the run has ended, and its workers are told so"
-            assert "the run has ended" in laptop.log("worker")
+        until("the end", lambda: all(p.exit_code == 0 for m in it.laptops for p in m.started.values()), it.laptops)
+        assert all("the run has ended" in m.log("worker") for m in (it.kitchen, it.attic)), "workers are told so"
         assert "unreachable" in _ping(it.first, "10.0.7.2"), "nobody can dial in behind the router"
         members = {w.name: w for w in read_status(run / "swarm").workers}
     assert {name: w.num_decoded > 0 for name, w in members.items()} == {"kitchen": True, "attic": True}

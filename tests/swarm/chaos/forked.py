@@ -51,6 +51,7 @@ class Forked:
         tokens_per_s: what a worker's engine decodes at most; as fast as it can when left out. While there is a file
             ``NAME.halt`` in ``folder`` it decodes nothing.
         has_own_clock: its wall clock is what ``set_clocks`` makes it.
+        namespace: the network namespace that it is in; its home is ``folder`` then.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Forked:
         kill_at: Cue | None = None,
         tokens_per_s: float | None = None,
         has_own_clock: bool = False,
+        namespace: str = "",
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        arguments = (str(folder), name, tuple(argv), kill_at, tokens_per_s, has_own_clock)
+        arguments = (str(folder), name, tuple(argv), kill_at, tokens_per_s, has_own_clock, namespace)
         self._process = _server().Process(target=_main, args=arguments)
         self._process.start()
 
@@ -92,7 +94,13 @@ class Forked:
 
 
 def _main(
-    folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, tokens_per_s: float | None, has_own_clock: bool
+    folder: str,
+    name: str,
+    argv: Sequence[str],
+    kill_at: Cue | None,
+    tokens_per_s: float | None,
+    has_own_clock: bool,
+    namespace: str,
 ) -> None:
     """The forked process."""
     import torch
@@ -111,6 +119,10 @@ def _main(
         throttle_workers(tokens_per_s, Path.cwd() / f"{name}.halt")
     if has_own_clock:
         follow_clock(Path.cwd())
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+        os.environ |= {"HOME": folder, "no_proxy": "*"}
     if kill_at is not None:
         signal_at(kill_at, [signal.SIGKILL])
     code = cli.main(argv)

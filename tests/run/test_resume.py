@@ -67,8 +67,8 @@ def test_killed_at_every_kind_of_moment_a_deterministic_run_ends_the_same(proces
     runs.ledger(Path("killed"))
 
 
-@pytest.mark.parametrize("strategy", ["april", "bounded_async"])
-def test_a_killed_run_loses_no_prompt_and_replays_its_consumed_batches(processes: Processes, strategy: str) -> None:
+def test_a_killed_run_loses_no_prompt_and_replays_its_consumed_batches(processes: Processes) -> None:
+    strategy = "bounded_async"
     killed = processes.run(
         *("train", "run.toml", "--run-dir", "out", "--rollout.strategy", strategy),
         *("--steps", "7", "--checkpoint.every_steps", "3"),
@@ -93,14 +93,12 @@ def test_a_killed_run_loses_no_prompt_and_replays_its_consumed_batches(processes
     assert [row["step"] for row in runs.rows(Path("out"))] == [0, 1, 2, 3, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_resumed_run_goes_on_past_the_checkpoint_it_came_from(processes: Processes, keep_last: int) -> None:
+def test_a_resumed_run_goes_on_past_the_checkpoint_it_came_from(processes: Processes) -> None:
     """Five checkpoints later the one it was resumed from is long deleted."""
-    argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", str(keep_last), "--steps", "1")
+    argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "2", "--steps", "1")
     succeeded(processes.run("train", "run.toml", "--run-dir", "out", *argv))
     succeeded(processes.run("train", "--resume", "out", "--steps", "6"))
-    kept = sorted(path.name for path in Path("out/checkpoints").iterdir())
-    assert kept == [f"step_{version}" for version in range(7 - keep_last, 7)]
+    assert {path.name for path in Path("out/checkpoints").iterdir()} == {"step_5", "step_6"}
     tokenizer = Path("out/checkpoints/step_6/tokenizer.json").read_text()
     assert tokenizer == Path("model/tokenizer.json").read_text()
     assert len(runs.batches(Path("out"))) == 6

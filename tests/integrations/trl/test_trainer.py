@@ -42,13 +42,13 @@ from tests.integrations.trl.kit import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
-STEPS = 20
+STEPS = 12
 SYNC = {"rollout": {"strategy": "sync"}}
 
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Twenty steps under ``april``, and the folder that they were taken in."""
+    """Twelve steps under ``april``, and the folder that they were taken in."""
     folder = tmp_path_factory.mktemp("april")
     trained = trainer(tiny_model, folder, max_steps=STEPS)
     trained.train()

@@ -36,6 +36,7 @@ from tests.trainer.test_truncated_sampling import recorded
 ON_TWO = {"num_devices": 2, "context_parallel": 2}
 ON_FOUR = {"num_devices": 4, "context_parallel": 2}
 SETTINGS: dict[str, Any] = {"micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
+WITH_REFERENCE = resolve(AlgorithmConfig(name="gspo", kl_coef=0.1))
 
 
 @cache
@@ -50,7 +51,7 @@ def test_ranks_that_share_rows_compute_what_one_process_does(
     folder = folders[minis == 1]
     settings = {"algorithm": algorithm, "mini_batches": minis, **SETTINGS}
     expected = alone(folder, algorithm, minis)
-    for pool, devices in ((two, ON_TWO), (four, ON_FOUR)):
+    for pool, devices in ((two, ON_TWO), (four, ON_FOUR))[minis - 1 :]:
         first, *others = pool.call(train, folder=folder, given=batches(), **settings, **devices)
         assert_alike(first, expected)
         for other in others:
@@ -82,12 +83,11 @@ def test_the_batches_of_these_tests_have_what_is_difficult() -> None:
 @pytest.mark.parametrize(
     ("tied", "settings"),
     [
-        (True, {"algorithm": "gspo", "gradient_checkpointing": True, "mini_batches": 2}),
-        (False, {"algorithm": resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))}),
+        (False, {"algorithm": WITH_REFERENCE, "gradient_checkpointing": True, "mini_batches": 2}),
         (True, {"algorithm": "gspo", "micro_batch_tokens": 10**6}),
         (True, {"algorithm": "dapo", "mini_batches": 2, "micro_batch_tokens": 1}),
     ],
-    ids=["checkpointed", "with a reference", "one row", "a row for each sample"],
+    ids=["checkpointed, with a reference", "one row", "a row for each sample"],
 )
 def test_whatever_else_is_set(four: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]) -> None:
     given, settings = batches(), {"folder": folders[tied], **SETTINGS, **settings}
@@ -99,14 +99,9 @@ def test_whatever_else_is_set(four: RankPool, folders: dict[bool, Path], tied: b
     assert_alike(found, expected)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"gradient_checkpointing": True}, {"algorithm": resolve(AlgorithmConfig(name="gspo", kl_coef=0.1))}],
-    ids=["checkpointed", "with a reference"],
-)
-def test_adapters_are_trained_alike(two: RankPool, folders: dict[bool, Path], settings: dict[str, Any]) -> None:
-    given = batches()
-    settings = {"lora": LoraConfig(rank=4, alpha=8.0), "learning_rate": 1e-2, **SETTINGS, **settings}
+def test_adapters_are_trained_alike(two: RankPool, folders: dict[bool, Path]) -> None:
+    given, adapters = batches(), {"lora": LoraConfig(rank=4, alpha=8.0), "learning_rate": 1e-2}
+    settings = {**SETTINGS, **adapters, "algorithm": WITH_REFERENCE, "gradient_checkpointing": True}
     expected = train(None, folder=folders[True], given=given, **settings)
     found = two.call(train, folder=folders[True], given=given, **settings, **ON_TWO)[0]
     assert_alike(found, expected, weights=5e-6)  # the learning rate is ten times that of full weights

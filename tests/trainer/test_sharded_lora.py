@@ -46,12 +46,11 @@ def adapters(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("tied", "settings"),
     [
-        (True, {"algorithm": "dapo", "mini_batches": 2}),
         (False, {"algorithm": resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))}),
         (True, {"algorithm": "reinforce++", "gradient_checkpointing": True, "mini_batches": 2}),
         (False, {"algorithm": "gspo", "lora": LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "lm_head"))}),
     ],
-    ids=["dapo", "with a reference", "checkpointed", "the output matrix"],
+    ids=["with a reference", "checkpointed", "the output matrix"],
 )
 def test_ranks_compute_what_one_process_does(
     two: RankPool, three: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]

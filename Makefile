@@ -25,7 +25,7 @@ AGENTS_VENV ?= .venv-agents
 SLIME ?=
 ARGS ?=
 JOBS ?= 2
-DEEP_JOBS ?= 2
+DEEP_JOBS ?= 3
 
 # Modules are compiled once, when they are first imported, not by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE

@@ -37,7 +37,7 @@ _SAMPLES = (
     "Of the newest batch, the longest responses, the worst by their reward, the most changed (those whose tokens were"
     " sampled by the oldest weights on average; the log-probs of the trained policy are not on record), and some at"
     " random. A token's tooltip is the log-prob with which it was sampled; a stretch shows its version. By gradient,"
-    " tokens are struck out that had none; tokens that a correction rejected are not on record. For other steps:"
+    " tokens without a gradient are struck out; tokens that a correction rejected are not on record. For other steps:"
     " rollover samples RUN --step N."
 )
 _TIMELINE = (

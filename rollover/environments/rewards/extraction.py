@@ -42,8 +42,8 @@ class ExtractionSettings(AnswerSettings):
     """Holds the settings of rewards that look for the answer in a certain place of the response."""
 
     extract: Extraction = "tag"
-    """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
-    the line after the last ``####``. ``last_line``: the last line that is not empty. ``whole``: everything.
+    """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: behind
+    the last ``####``, up to the end of its line. ``last_line``: the last line that is not empty. ``whole``: everything.
     ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one."""
     answer_pattern: str | None = None
     """Regular expression; its first group (or the whole match) is the answer. Only for ``pattern``."""

@@ -19,7 +19,8 @@ from rollover.tasks.sources.base import FileSettings
 
 _OTHER = {b"\x1f\x8b": "compressed by gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _CONVERT = (
-    "fix the line, or convert a file of another form, as pandas does: `.to_json(path, orient='records', lines=True)`"
+    "fix the line; a CSV file or a JSON array has to be converted, for example with pandas:"
+    " `.to_json(path, orient='records', lines=True)`"
 )
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON text, alone or in a pair, whose value needs a closer look."""

@@ -5,7 +5,7 @@
 #                  a third of their time, so there are $(DEEP_JOBS) processes for two cores
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
-# make test-agents  agents that use openai-agents and smolagents, installed in $(AGENTS_VENV) for them (0.2 GB)
+# make test-agents  agents of openai-agents and smolagents, environments of TextArena and OpenEnv, installed in $(AGENTS_VENV) (0.4 GB)
 # make test-verl  the verl integration with the real verl on a CPU, installed in $(VERL_VENV) for it (2 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
 # make test-wheel   the wheel in empty environments: the core alone, inside TRL, and with all extras

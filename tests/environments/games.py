@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -200,53 +199,6 @@ class Guessing:
 
     def _peek(self) -> int:
         return self.number
-
-
-class Numbers:
-    """A game as ``textarena.make`` returns it, which says what the real one of its name has said."""
-
-    def __init__(self, name: str) -> None:
-        assert name == "GuessTheNumber-v0-raw"
-        self.said: list[tuple[int, str, int]] = []
-        self.turns = 0
-
-    def reset(self, num_players: int, seed: int) -> None:
-        self.said = [(-1, "You have to guess the number between 1 and 20 within 10 turns.", 1)]
-
-    def get_observation(self) -> tuple[int, list[tuple[int, str, int]]]:
-        said, self.said = self.said, []
-        return 0, said
-
-    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
-        self.turns += 1
-        self.said = [(0, action, 2), (-1, "The target number is higher.", 4)]
-        return self.turns == 4, {}
-
-    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
-        return {0: 0.35}, {}
-
-
-class EchoClient:
-    """A client as OpenEnv's ``GenericEnvClient``, for a server that echoes, until it is told ``bye``."""
-
-    closed: ClassVar[list[str]] = []
-
-    def __init__(self, base_url: str) -> None:
-        self.base_url = base_url
-
-    def sync(self) -> EchoClient:
-        return self
-
-    def reset(self, seed: int) -> Any:
-        assert seed < 2**31
-        return SimpleNamespace(observation={"echo": "ready"}, reward=None, done=False)
-
-    def step(self, action: dict[str, str]) -> Any:
-        said = action["message"]
-        return SimpleNamespace(observation={"echo": said}, reward=0.5, done=said == "bye")
-
-    def close(self) -> None:
-        self.closed.append(self.base_url)
 
 
 class Session:

@@ -1,10 +1,7 @@
-"""Environments of other libraries: with TRL itself, and with stand-ins where TextArena and OpenEnv are not installed."""
+"""Environments of TRL. Those of TextArena and OpenEnv are in ``tests/real``, since their libraries are not installed here."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,46 +58,3 @@ def test_the_tools_of_an_environment_of_trl_are_those_that_trl_offers(
         question.content, tools=trainer.tools, tokenize=False, add_generation_prompt=True
     )
     assert ours.encode(question, where="row 1").text == theirs
-
-
-@pytest.fixture
-def textarena(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("textarena") is None:
-        from tests.environments.games import Numbers
-
-        module = ModuleType("textarena")
-        module.make = lambda name: Numbers(name)  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "textarena", module)
-
-
-@pytest.mark.usefixtures("textarena")
-def test_a_game_of_textarena_is_played_to_its_end() -> None:
-    config = ClassConfig(factory=f"{ADAPTERS}:TextArena", params={"game": "GuessTheNumber-v0"}, reset_in_prompt=True)
-    opening, *answers = stepped_in(config, {}, *(f"[{number}]" for number in range(1, 11)))
-    assert "guess the number between 1 and 20" in opening["text"]
-    end = [answer["done"] for answer in answers].index(True)
-    for answer in answers[:end]:
-        assert answer["text"].endswith("The target number is higher.") and answer["reward"] is None
-        assert "[" not in answer["text"], "the model's own turn is not repeated"
-    assert answers[end]["reward"] is not None
-
-
-@pytest.fixture
-def openenv(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from tests.environments.games import EchoClient
-
-    monkeypatch.setitem(sys.modules, "openenv", ModuleType("openenv"))
-    monkeypatch.setitem(sys.modules, "openenv.core", ModuleType("openenv.core"))
-    client = SimpleNamespace(GenericEnvClient=EchoClient)
-    monkeypatch.setitem(sys.modules, "openenv.core.generic_client", client)
-    return EchoClient
-
-
-def test_an_environment_of_openenv_is_asked_through_its_client(openenv: Any) -> None:
-    params = {"base_url": "http://localhost:8000", "sends": "message", "reads": "echo"}
-    config = ClassConfig(factory=f"{ADAPTERS}:OpenEnv", params=params, reset_in_prompt=True)
-    opening, first, last = stepped_in(config, {}, "hello", "bye")
-    assert opening["text"] == "ready"
-    assert (first["text"], first["reward"], first["done"]) == ("hello", 0.5, False)
-    assert (last["text"], last["reward"], last["done"]) == ("bye", 0.5, True)
-    assert openenv.closed == ["http://localhost:8000"]

@@ -137,6 +137,7 @@ def trained(environment: str, max_new_tokens: int) -> Sequence[Trajectory]:
     [
         (OPENAI_AGENTS, "once_or_more", False),
         (SMOLAGENTS, "to_the_end", True),
+        (SMOLAGENTS.replace("ToolCallingAgent", "CodeAgent"), "to_the_end", True),
     ],
 )
 def test_an_agent_of_a_framework_is_trained(experiment: Path, program: str, parser: str, rewrites: bool) -> None:

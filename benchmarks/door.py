@@ -35,7 +35,7 @@ from starlette.routing import Route
 from rollover.environments.episodes import AgentConfig
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.episodes.agents import SourceEnvironment
-from rollover.environments.episodes.conversation import ChatReply
+from rollover.environments.episodes.conversation import ChatReply, ChatRequest
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest, Said
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
@@ -79,9 +79,9 @@ async def next_request(guest: Guest) -> None:
 class Answering(Guest):
     """A guest that is answered at once, and whose conversation begins anew each time."""
 
-    def ask(self, request: Any, *, is_retry: bool) -> Any:
+    async def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
         self.said, self.turns = {0: Said([], ())}, {}
-        asked = Guest.ask(self, request, is_retry=is_retry)
+        asked = await Guest.ask(self, request, is_retry=is_retry)
         asyncio.get_running_loop().call_soon(answer, self, asked)
         return asked
 

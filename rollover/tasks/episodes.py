@@ -167,10 +167,10 @@ def open_environments(
         for source in sources:
             if source.environment is not None:
                 encoder = encoder_of(source, config, tokenizer)
-                check_environment(source, encoder)
                 if isinstance(source.environment, AgentConfig):  # nothing is added to what it writes
                     bare = replace(config, prompt_suffix="", system_prompt=None)
                     encoder = PromptEncoder(tokenizer, bare, source.chat_template_kwargs)
+                check_environment(source, encoder)
                 writer = AnswerWriter(encoder, source)
                 name = f"{prefix}{source.name}"
                 must_post = any(reward.kind == "environment" for reward in source.all_rewards)

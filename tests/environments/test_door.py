@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from rollover.environments.episodes import AgentConfig
+from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.environments.episodes.conversation import (
     ChatReply,
     ChatRequest,
@@ -22,7 +26,9 @@ from rollover.environments.episodes.conversation import (
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
+from tests.environments.test_agents import Plain
 from tests.environments.test_interleavings import Connection
+from tests.speed import within
 
 CALC: dict[str, Any] = {"type": "function", "function": {"name": "calc", "parameters": {}}}
 CALL = '<tool_call>{"name": "calc", "arguments": {"a": 1}}</tool_call>'
@@ -113,8 +119,8 @@ def test_a_reply_has_the_calls_of_the_turn_under_ids_that_follow_from_it() -> No
     assert reply_to(stopped, "a\nb", call_reader("hermes"), number=1, sizes=(1, 1)).content == "a"
 
 
-def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any) -> Asked:
-    return guest.ask(read_request(request(*messages, **more)), is_retry=is_retry)
+async def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any) -> Asked:
+    return await guest.ask(read_request(request(*messages, **more)), is_retry=is_retry)
 
 
 def said(text: str) -> dict[str, Any]:
@@ -156,9 +162,9 @@ async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
 
     guest = Guest(write=write)
     for asks, text in (([user("a")], "b"), ([user("a")], "B"), ([user("a"), said("b"), user("c")], "d")):
-        ask(guest, *asks).num_listening = 1
+        (await ask(guest, *asks)).num_listening = 1
         tell(guest, text)
-    asked = ask(guest, *messages, tools=tools)
+    asked = await ask(guest, *messages, tools=tools)
     new = asked.request.messages[-adds:]
     assert (asked.parent, asked.record) == (origin, record_of(new, () if origin else tools))
     assert written[3:] == [(new, tools or (), {1: ord("b"), 2: ord("B"), 3: ord("d")}.get(origin))], "once"
@@ -167,23 +173,25 @@ async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
 
 async def test_a_request_joins_the_first_if_it_is_a_retry_or_nobody_waits() -> None:
     guest = Guest()
-    first = ask(guest, user("a"))
-    assert ask(guest, user("a")) is first, "its connection is gone"
+    first = await ask(guest, user("a"))
+    assert await ask(guest, user("a")) is first, "its connection is gone"
     first.num_listening = 1
-    assert ask(guest, user("a"), is_retry=True) is first
-    second = ask(guest, user("a"))
+    assert await ask(guest, user("a"), is_retry=True) is first
+    second = await ask(guest, user("a"))
     assert second is not first, "another sibling"
     first.num_listening, second.num_listening = 0, 1
     tell(guest, "b")
     assert second.reply.done() and not guest.waiting, "it was asked again before the first was seen to be gone"
-    assert ask(guest, user("a"), is_retry=True) is first and guest.waiting == [first], "or it was not the same request"
+    assert await ask(guest, user("a"), is_retry=True) is first and guest.waiting == [first], (
+        "or it was not the same request"
+    )
     first.num_listening = 1
-    assert ask(guest, user("a"), is_retry=True) is second, "the reply was lost on its way"
-    assert ask(guest, user("a")) not in (first, second)
+    assert await ask(guest, user("a"), is_retry=True) is second, "the reply was lost on its way"
+    assert await ask(guest, user("a")) not in (first, second)
     lost = Guest()
-    first = ask(lost, user("a"))
+    first = await ask(lost, user("a"))
     tell(lost, "b")
-    assert ask(lost, user("a")) is first, "nobody has heard the reply"
+    assert await ask(lost, user("a")) is first, "nobody has heard the reply"
 
 
 async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None:
@@ -199,6 +207,49 @@ async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None
     await asyncio.wait([second.task, again.task])
     replies = [one.answer["choices"][0]["message"]["content"] for one in (again, second)]
     assert (replies, guest.waiting) == (["b", "c"], [])
+
+
+class Held(Plain):
+    """Takes a long text up, and writes it out when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def begin(self, messages: Any, tools: Any, columns: Any) -> tuple[int, ...]:
+        if len(messages[0]["content"]) > 10_000:
+            self.begun.set()
+            assert self.may_end.wait(within(10)), "all else stands still"
+            self.begun.clear()
+            self.may_end.clear()
+        return super().begin(messages, tools, columns)
+
+
+@pytest.mark.real_time
+async def test_a_long_message_holds_up_nothing_but_its_own_episode() -> None:
+    held: Any = Held()
+    source = SourceEnvironment(AgentConfig(command=("a",)), held, 500)
+    door, slow, other = Door(), Guest(write=partial(source.write, {})), Guest()
+
+    def connect(guest: Guest, text: str) -> Connection:
+        return Connection(door, door.let_in(guest), "/chat/completions", {"messages": [user(text)]}, 0)
+
+    first, second, third = connect(slow, "a" * 20_000), connect(slow, "b"), connect(other, "c")
+    await asked(other)
+    tell(other, "d")
+    await third.task
+    assert held.begun.wait(within(10)) and not slow.waiting, "in the order in which they came"
+    held.may_end.set()
+    while len(slow.waiting) < 2:
+        await asyncio.sleep(0.01)
+    assert [len(tell(slow, "e").token_ids) for _ in range(2)] == [20_000, 1]
+    await asyncio.wait([first.task, second.task])
+    late = connect(slow, "f" * 20_000)
+    while not held.begun.is_set():
+        await asyncio.sleep(0.01)
+    slow.leave("it is over")
+    held.may_end.set()
+    await asyncio.wait_for(late.task, within(10))
+    assert late.answer["error"]["message"] == "it is over"
 
 
 # -- over HTTP ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.environments.episodes.agent import AgentConfig
 from rollover.environments.episodes.agents import AgentActor, MessageWriter, SourceEnvironment
-from rollover.environments.episodes.base import EnvironmentSettings, Messages
+from rollover.environments.episodes.base import EnvironmentSettings, Messages, written
 from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import DataError, RewardError
 from rollover.hf.tokenizer import FastTokenizer
@@ -71,7 +71,7 @@ class EpisodeActor:
                 return said
             if answer["done"]:
                 raise RewardError("reset has ended the episode")
-            ids = _written(writer, answer["messages"], trajectory, is_opening)
+            ids = await written(len(answer["text"]), _write, writer, answer["messages"], trajectory, is_opening)
         except RewardError as error:
             where = f"environment of source {trajectory.prompt.source!r}, turn {num_turns}"
             raise RewardError(f"{where}: {error} (prompt {trajectory.prompt.prompt_id})") from None
@@ -120,7 +120,7 @@ class EpisodeActor:
         return {"text": text, "token_ids": list(turn_ids)}
 
 
-def _written(writer: MessageWriter, messages: Messages, trajectory: Trajectory, is_opening: bool) -> tuple[int, ...]:
+def _write(writer: MessageWriter, messages: Messages, trajectory: Trajectory, is_opening: bool) -> tuple[int, ...]:
     """Write an answer out. Raises ``RewardError`` when the chat template has no place for it."""
     columns = trajectory.prompt.columns
     try:

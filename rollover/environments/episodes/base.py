@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -16,6 +16,8 @@ from rollover.types import MAX_REWARD
 
 MOST_CHARACTERS = 1_000_000
 """Longest answer of an environment."""
+_MOST_IN_LOOP = 10_000
+"""Characters that are tokenised in the event loop: they take 10 ms."""
 
 _WANTED = "return a text, messages, a table with messages, reward and done, or None"
 
@@ -119,6 +121,12 @@ def _message(message: Any, role: str) -> dict[str, str]:
 def whole(text: str) -> str:
     """Return a text without halves of characters, which no tokenizer takes: each is replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+async def written(size: int, write: Callable[..., tuple[int, ...]], *given: Any) -> tuple[int, ...]:
+    """Call a function that tokenises ``size`` characters: in a thread if they are many, as it does not hold the
+    interpreter."""
+    return await asyncio.to_thread(write, *given) if size > _MOST_IN_LOOP else write(*given)
 
 
 class LiveEpisode(Protocol):

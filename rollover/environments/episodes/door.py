@@ -124,10 +124,11 @@ class Door:
                     return
                 request, loop = read_request(body), asyncio.get_running_loop()
                 is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"", b"0")
-                until_s = loop.time() + _LEAVE_S
-                while is_retry and guest.is_unclear(request) and loop.time() < until_s:
-                    await asyncio.sleep(0.01)
-                asked = guest.ask(request, is_retry=is_retry)
+                async with guest.asking:
+                    until_s = loop.time() + _LEAVE_S
+                    while is_retry and guest.is_unclear(request) and loop.time() < until_s:
+                        await asyncio.sleep(0.01)
+                    asked = await guest.ask(request, is_retry=is_retry)
             except (RefusedRequest, DataError) as error:
                 await _send(send, 400, _error(error))
                 return

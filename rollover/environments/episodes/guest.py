@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rollover.environments.episodes.base import written
 from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, RefusedRequest, record_of
 
 
@@ -82,10 +83,12 @@ class Guest:
     """Set when something has been asked."""
     write: Callable[..., tuple[int, ...]] = lambda messages, tools, last_id: ()
     """Writes out what a request adds; see ``SourceEnvironment.write``."""
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a request is let in: one at a time, in the order in which they came."""
 
-    def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
+    async def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
         """Let a request in, or find the request that it repeats: its client has tried again, or is gone without the
-        reply.
+        reply. Needs ``asking``.
 
         Raises:
             RefusedRequest: nothing is answered any more.
@@ -102,7 +105,10 @@ class Guest:
             parent = min(found, default=0)  # several are equal: each ends with the last reply in the request
             said = self.said[parent]  # what a conversation repeats is held once
             new = request.messages[len(said.messages) :]
-            token_ids = self.write(new, request.tools, said.last_id)
+            size = len(record_of(new, request.tools))
+            token_ids = await written(size, self.write, new, request.tools, said.last_id)
+            if self.refusal:
+                raise self.refused()
             tools = said.tools if parent else request.tools
             request = replace(request, messages=[*said.messages, *new], tools=tools)
             asked = Asked(request, parent, new, token_ids, asyncio.get_running_loop().create_future())

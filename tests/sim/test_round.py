@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,26 +40,28 @@ def strategy(target: float, cap: int, unit: str, **config: Any) -> Rollover:
     return made
 
 
-def run(preset: str, target: float, unit: str, observer: Any = None, **config: Any) -> Window:
-    law = PRESETS[preset]
+@functools.cache
+def run(preset: str, target: float, unit: str, **config: Any) -> tuple[Window, list[Event]]:
+    """The steady state of a run, and all its events of samples that started and batches."""
+    law, events = PRESETS[preset], list[Event]()
     simulation = simulate(
         strategy(target, law.cap_tokens, unit, **config),
         law.workload(5),
         one_replica(b0=64.0, kv_on_update="keep"),
         steps=240,
-        observer=observer,
+        observer=lambda event: events.append(event) if isinstance(event, SampleStarted | BatchConsumed) else None,
     )
     assert not simulation.tokens.wasted
     assert max(s.step for s in simulation.steps) == 239
-    return simulation.after(60)
+    return simulation.after(60), events
 
 
 @pytest.mark.parametrize(
     ("preset", "target", "unit"),
-    [("light-8k", 0.5, "sample"), ("light-8k", 2.0, "group"), ("r1-16k", 1.0, "sample"), ("heavy-32k", 2.0, "group")],
+    [("light-8k", 0.5, "sample"), ("light-8k", 2.0, "group"), ("r1-16k", 1.0, "group"), ("heavy-32k", 2.0, "sample")],
 )
 def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: float, unit: str) -> None:
-    window = run(preset, target, unit)
+    window, _ = run(preset, target, unit)
     assert window.lag.batch == pytest.approx(target, rel=0.06)
     assert window.mean_length == pytest.approx(PRESETS[preset].mean_tokens, rel=0.04)
 
@@ -65,18 +69,14 @@ def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: 
 def test_trained_lengths_are_spread_as_admitted_ones() -> None:
     """Kolmogorov-Smirnov over whole rounds, prompts apart: siblings are alike, so only the first of each counts."""
     workload = PRESETS["light-8k"].workload(5)
-    trained: dict[int, int] = {}
-
-    def watch(event: Event) -> None:
-        if isinstance(event, BatchConsumed) and event.step >= 60:
-            trained.update({i // G: first(i // G) for i in event.group_ids if i % G == 0})
 
     def first(prompt: int) -> int:
         return workload.group_lengths(prompt, G)[0]
 
-    run("light-8k", 1.0, "sample", watch)
+    batches = (e for e in run("light-8k", 0.5, "sample")[1] if isinstance(e, BatchConsumed) and e.step >= 60)
+    trained = [first(i // G) for batch in batches for i in batch.group_ids if i % G == 0]
     admitted = [first(10_000 + i) for i in range(4 * len(trained))]
-    assert ks_2samp(list(trained.values()), admitted).pvalue > 0.05
+    assert ks_2samp(trained, admitted).pvalue > 0.05
 
 
 @pytest.mark.parametrize("unit", ["sample", "group"])
@@ -92,18 +92,9 @@ def test_the_closed_form_foretells_the_iterations(unit: str) -> None:
 
 
 def test_the_batches_of_a_round_are_alike_and_nothing_starts_in_between() -> None:
-    between: list[int] = []
-    started = 0
-
-    def watch(event: Event) -> None:
-        nonlocal started
-        if isinstance(event, SampleStarted):
-            started += 1
-        elif isinstance(event, BatchConsumed):
-            between.append(started)
-            started = 0
-
-    window = run("r1-16k", 1.0, "group", watch)
+    window, events = run("r1-16k", 1.0, "group")
+    ends = [number for number, event in enumerate(events) if isinstance(event, BatchConsumed)]
+    between = [after - before - 1 for before, after in pairwise([-1, *ends])]
     assert between.count(0) > len(between) / 2, "rounds of one batch only"
     tokens = {s.step: sum(s.lengths) for s in window.steps}
     within = [step for step in tokens if step - 1 in tokens and between[step] == 0]
@@ -112,7 +103,7 @@ def test_the_batches_of_a_round_are_alike_and_nothing_starts_in_between() -> Non
 
 @pytest.mark.parametrize("max_staleness", [1, 6])
 def test_the_bound_is_kept_and_limits_the_round(max_staleness: int) -> None:
-    window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
+    window, _ = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
     assert window.lag.max == max_staleness
 
 

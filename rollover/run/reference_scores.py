@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -79,8 +79,8 @@ async def _tried(
                 trial = await trial_of(replace(first, columns={**first.columns, **texts}))
                 if _is_good(trial):
                     cause = (
-                        f"With {_named(texts)} it would give {_given(trial[-1])}: the row has numbers there, so compare"
-                        " them as numbers, or their str(...)"
+                        f"With {', '.join(texts)} as text it would give {_given(trial[-1])}: the row has a number"
+                        " there, so compare numbers, or its str(...)"
                     )
     except TimeoutError:
         failure = failure or f"warning: scoring {_MOST_ROWS} reference answers took more than {_MOST_S:g} s"
@@ -91,11 +91,6 @@ async def _tried(
 
 def _is_good(trial: _Trial) -> bool:
     return (trial[-1][1] or 0) > 0
-
-
-def _named(columns: Mapping[str, Any]) -> str:
-    """Show columns with their values, whose quotes tell a text from a number."""
-    return ", ".join(f"{name} = {_shown(value)}" for name, value in columns.items())
 
 
 def _responses(source: RowSource | EndlessSource, prompt: Prompt) -> list[str]:
@@ -116,9 +111,10 @@ def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, cause: str, *, 
     share = f"{len(good)} of {len(trials)} reference answers score above 0"
     if not good:
         tried = ", ".join(_shown(text) for text, _ in trials[0][1:])
+        columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in first.columns.items())
         unknown = (
             "If the reward compares answers, it expects another form of response, or it compares with the wrong column"
-            f" or type: the row has {_named(first.columns)}"
+            f" or type: the row has {columns}"
         )
         return f"warning: {share}: {told}, and nothing above 0 to {tried}. {cause or unknown}"
     length = Counter(map(len, good)).most_common(1)[0][0]
@@ -140,8 +136,5 @@ def _given(response: tuple[str, Score | None]) -> str:
     return f"{'nothing' if score is None else f'{score:g}'}{parts and f' ({parts})'} to the response {_shown(text)}"
 
 
-def _shown(value: Any) -> str:
-    if not isinstance(value, str):
-        written = json.dumps(value, ensure_ascii=False, default=str)
-        return written if len(written) <= 60 else f"{written[:57]}..."
-    return json.dumps(value if len(value) <= 60 else f"{value[:28]} ... {value[-28:]}", ensure_ascii=False)
+def _shown(text: str) -> str:
+    return json.dumps(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}", ensure_ascii=False)

@@ -98,7 +98,7 @@ def test_a_function_that_compares_with_another_column_is_told(said: Callable[...
     assert 'gives -0.25 to the response "1", and 0.75 to the response' in said(function("boxed"))[0]
     (line,) = said(function("other"))
     assert line.startswith("warning: 0 of 20 reference answers score above 0: reward scored:other gives 0 to the resp")
-    assert line.endswith('compares with the wrong column or type: the row has answer = "1", level = "hard"')
+    assert line.endswith("compares with the wrong column or type: the row has answer (str), level (str)")
     (line,) = said(function("none"))
     assert "0 of 20 reference answers score above 0: reward scored:none gives nothing to" in line
 
@@ -106,8 +106,8 @@ def test_a_function_that_compares_with_another_column_is_told(said: Callable[...
 def test_a_text_compared_with_a_number_is_told(said: Callable[..., list[str]]) -> None:
     (line,) = said(function("right_number"), {"question": "1 + 4", "answer": 5, "level": 1.5})
     assert line.endswith(
-        'With answer = "5", level = "1.5" it would give 1 to the response "5": the row has numbers there, so compare them'
-        " as numbers, or their str(...)"
+        'With answer, level as text it would give 1 to the response "5": the row has a number there, so compare numbers,'
+        " or its str(...)"
     )
 
 

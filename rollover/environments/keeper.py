@@ -121,6 +121,7 @@ class _BoundedOutput:
 
     def drain(self) -> None:
         """Pass on what is left. Called when no process is left that could print more."""
+        self.write()
         while self.source and self.read():
             self.write()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.keeper import describe_exit
+from rollover.environments.keeper import _BoundedOutput, describe_exit
 from rollover.environments.rewards import FunctionConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.scorer import RewardScorer
@@ -48,6 +48,17 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
         return found
 
     return alive
+
+
+def test_all_that_a_process_has_printed_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    source, prints = os.pipe()
+    output = _BoundedOutput(source)
+    os.write(prints, b"the cause")
+    output.read()
+    os.write(prints, b" of its death")
+    os.close(prints)
+    output.drain()
+    assert capfd.readouterr().err == "the cause of its death"
 
 
 def specs(name: str, **fields: Any) -> list[RewardSpec]:

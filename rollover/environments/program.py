@@ -36,7 +36,11 @@ def main() -> None:
     limit_memory(given["max_memory_gib"])
     if given["function"] is None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
-        os.execvpe(given["command"][0], given["command"], variables)
+        try:
+            os.execvpe(given["command"][0], given["command"], variables)
+        except OSError as error:  # a script without a first line that names its interpreter, say
+            print(f"environment.command: {given['command'][0]} cannot be started: {error.strerror}", file=sys.stderr)
+            os._exit(126)  # as a shell does
     os.environ.update({name: variables[name] for name in variables.keys() - {"PYTHONPATH", "OMP_NUM_THREADS"}})
     try:
         _call(given["function"], given["row"])

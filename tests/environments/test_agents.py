@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,17 @@ async def test_a_command_gets_its_row_and_its_own_environment(
     await actor.close()
 
 
+async def test_a_script_that_cannot_be_started_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text("print(1)")  # and no line that names Python
+    script.chmod(0o755)
+    settings: dict[str, Any] = {"command": (str(script),)}
+    async with acting("", **settings) as actor:
+        with pytest.raises(RewardError, match=r"turn 0: the program died \(exit code 126\)"):
+            await actor.act(episode(), 0.0)
+    assert capfd.readouterr().err == f"environment.command: {script} cannot be started: Exec format error\n"
+
+
 async def test_the_packaged_program_works_a_sum_out() -> None:
     plain: Any = Plain()
     config = AgentConfig(function="rollover.tasks.calculator_agent:solve")
@@ -276,7 +288,7 @@ def test_wrong_settings_of_agents_are_named(settings: Any, message: str) -> None
 
 
 def test_a_missing_program_is_found_before_the_first_episode() -> None:
-    with pytest.raises(DataError, match="there is no program 'no-such-program'; give its path"):
+    with pytest.raises(DataError, match="there is no executable 'no-such-program'; give its path"):
         AgentConfig(command=("no-such-program",)).check()
     with pytest.raises(DataError, match="no function 'nothing'"):
         AgentConfig(function=f"{HERE}:nothing").check()

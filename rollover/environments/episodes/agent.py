@@ -64,7 +64,7 @@ class AgentConfig(EnvironmentSettings):
                 check_import(path)
                 import_function(path)
         if self.command and shutil.which(self.command[0]) is None:
-            raise DataError(f"environment.command: there is no program {self.command[0]!r}; give its path")
+            raise DataError(f"environment.command: there is no executable {self.command[0]!r}; give its path")
 
     def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> LiveEpisode:
         raise NotImplementedError("an agent is a program of its own")

@@ -288,7 +288,7 @@ def test_an_answer_ends_as_vllm_or_sglang_says() -> None:
 
 def test_answers_that_cannot_be_kept_are_refused() -> None:
     for made, words in (
-        (output("aborted", steps=3), "weights of step 3 sampled its tokens, and those of step 0"),
+        (output("aborted", steps=3), "weights of step 3 sampled its tokens, and weights of step 0"),
         (output("completed"), "ended for the reason 'completed' at token 7"),
         (RuntimeError("out of memory"), "failed at a: RuntimeError: out of memory"),
     ):

@@ -249,7 +249,7 @@ class Observation(NamedTuple):
     end_s: float = 0.0
     """Run clock when the environment began to act, and when its answer came."""
     state: str = ""
-    """State of the environment behind the answer in JSON, for an environment that goes on from there after a crash."""
+    """State of the environment after the answer, in JSON, for an environment that goes on from there after a crash."""
     parent: int | None = None
     """Number of the turn that the next turn goes on from, counted from 0; ``None`` for the latest one. Requests of a
     program can branch, and then the turns of an episode form a tree."""

@@ -111,8 +111,8 @@ def instead(current: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
     ratio = best.mean("tokens_per_s") / current.mean("tokens_per_s")
     name, lag = label(current.config), f"{current.lag_of} lag"
     if ratio < _FASTER:
-        at = f" without more than its {lag} of {current.lag:.2f} versions" if current.lag else ""
-        return f"No other setting that was tried trains more tokens per second than {name}{at}."
+        at = f" at a {lag} of {current.lag:.2f} versions or less" if current.lag else ""
+        return f"No setting tried would be faster than {name}{at}."
     return (
         f"{label(best.config)} would train {ratio:.2f} times as many tokens as {name}, at a {lag} of {best.lag:.2f}"
         f" versions instead of {current.lag:.2f}."

@@ -107,9 +107,10 @@ def _variants(config: RunConfig) -> Iterator[str]:
 def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import open_tokenizer
-    from rollover.tasks.episodes import demonstrations, encoder_of
+    from rollover.tasks.episodes import demonstrations
     from rollover.tasks.open import check_source, held_out_texts, response_ends
     from rollover.tasks.prompt_source import RowSource, examples
+    from rollover.tasks.prompts import PromptEncoder
     from rollover.trainer.scratch import build_tokenizer
 
     tokenizer: FastTokenizer
@@ -139,8 +140,6 @@ def _sources(config: RunConfig) -> Iterator[str]:
         yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
         for reward in source.all_rewards:
             yield from (f"  {finding}" for finding in reward.findings())
-        if config.model.path is not None:
-            yield from (f"  warning: {found}" for found in encoder_of(source, tasks, tokenizer).findings())
         for part, each in (("", opened), ("warm-up: ", worked and worked[0])):
             if each and each.left_out:
                 yield f"  warning: {part}{each.left_out}"
@@ -153,6 +152,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
             scores = reference_scores(opened, tokenizer, group_size=siblings, is_taught=is_taught)
             yield from (f"  {line}" for line in scores)
     if config.model.path is not None:
+        yield from (f"warning: {found}" for found in PromptEncoder(tokenizer, tasks).findings())
         ends = response_ends(folder, tokenizer, tasks)
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 

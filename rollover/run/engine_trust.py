@@ -6,7 +6,7 @@
 log-prob check  at the start, after every weight load, and      another model, number format or version; log-probs
                 before a server that was out is used again      from before the temperature
 sampling check  once, before an engine's first call, and        greedy decoding, a truncated distribution, another
-                before a server that was out returns           temperature, behind log-probs that are right
+                before a server that was out returns           temperature, with log-probs that are right
 drift           after every batch, over at least 64 tokens      the same, and what happens between two checks or to
                 that the weights in force sampled, from as      some tokens only: a reload by another process, for
                 many batches as that takes                      example

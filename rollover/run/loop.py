@@ -61,8 +61,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             last = "the last evaluation has" if patience == 1 else f"the last {patience} evaluations have"
             session.observe(
                 Notice(
-                    f"the run has ended: {last} found no better {scores.metric} (eval.patience), the best is of"
-                    f" step {scores.best}; to continue: {resume} --eval.patience 0"
+                    f"the run has ended: {last} found no better {scores.metric} (eval.patience); the best step was"
+                    f" {scores.best}; to continue: {resume} --eval.patience 0"
                 )
             )
         if session.version >= session.config.steps or is_settled:

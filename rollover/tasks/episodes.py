@@ -34,7 +34,7 @@ def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: FastToken
 class AnswerWriter:
     """Writes the answers of a source's environment with the chat template of its prompts.
 
-    Example: behind a turn that ended with ``<|im_end|>``, ``write([{"role": "tool", "content": "46"}], last_id, {})``
+    Example: after a turn that ended with ``<|im_end|>``, ``write([{"role": "tool", "content": "46"}], last_id, {})``
     returns the ids of ``"\\n<|im_start|>user\\n<tool_response>\\n46\\n</tool_response><|im_end|>\\n..."``.
     """
 

@@ -92,20 +92,8 @@ class PromptEncoder:
         return self._template is not None
 
     def findings(self) -> list[str]:
-        """Say what is unusual about the template: markers of another model, or no beginning of a reply."""
-        if self._template is None:
-            return []
-        try:
-            foreign = [marker for marker in self._template.spelled_markers() if not self._markers.find(marker)]
-            begins = self._template.begins_reply()
-        except DataError:  # of a template that refuses a lone question, or a reply
-            return []
-        found = []
-        if foreign:
-            found.append(f"the template's {', '.join(foreign)} is plain text to this tokenizer: is it another model's?")
-        if not begins:
-            found.append("the template does not begin the assistant's turn: it does not use add_generation_prompt")
-        return found
+        """Say what is unusual about the chat template, if there is one."""
+        return [] if self._template is None else self._template.findings(lambda text: bool(self._markers.find(text)))
 
     @cached_property
     def _markers(self) -> Markers:

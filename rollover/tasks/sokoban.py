@@ -1,6 +1,6 @@
 """Sokoban: push every box onto a goal. Puzzles and environment of the packaged experiment ``sokoban``.
 
-A board is drawn with a blank behind each cell and without the wall around it: ``@`` is the player, ``$`` a box, ``.`` a
+A board is drawn with a blank after each cell and without the wall around it: ``@`` is the player, ``$`` a box, ``.`` a
 goal, ``*`` a box on a goal, ``+`` the player on a goal, ``#`` a wall and ``-`` a free cell.
 """
 

@@ -12,7 +12,7 @@ import datetime
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -112,20 +112,27 @@ class ChatTemplate:
         return Written(text, spans)
 
     def after_reply(self) -> str:
-        """Return what the template writes behind an assistant's turn, which ends with the conversation."""
+        """Return what the template writes after an assistant's turn, which ends with the conversation."""
         word = _word(1)
         messages = [{"role": "user", "content": _word(0)}, {"role": "assistant", "content": word}]
         return self._render(messages, (), {}, add_generation_prompt=False).rpartition(word)[2]
 
-    def begins_reply(self) -> bool:
-        """Return whether the template writes the beginning of the assistant's turn behind a question."""
-        question = [{"role": "user", "content": _word(0)}]
-        return self._render(question, (), {}) != self._render(question, (), {}, add_generation_prompt=False)
-
-    def spelled_markers(self) -> list[str]:
-        """List what looks like a marker in a question and its reply, such as ``<|im_end|>``."""
-        text = self._render([{"role": "user", "content": _word(0)}], (), {}) + self.after_reply()
-        return list(dict.fromkeys(_MARKER.findall(text)))
+    def findings(self, is_marker: Callable[[str], bool]) -> list[str]:
+        """Say what is unusual about the template: markers of another model, or a prompt without the beginning of the
+        assistant's turn. ``is_marker`` tells whether the tokenizer knows a marker."""
+        question, reply = {"role": "user", "content": _word(0)}, {"role": "assistant", "content": _word(1)}
+        try:
+            prompt = self._render([question], (), {}).rstrip()
+            whole = self._render([question, reply], (), {}, add_generation_prompt=False)
+        except DataError:  # of a template that refuses a lone question
+            return []
+        found = []
+        if foreign := [marker for marker in dict.fromkeys(_MARKER.findall(prompt + whole)) if not is_marker(marker)]:
+            found.append(f"the template's {', '.join(foreign)} is plain text to this tokenizer: is it another model's?")
+        header = whole.partition(_word(1))[0].removeprefix(prompt).strip()
+        if header and prompt == self._render([question], (), {}, add_generation_prompt=False).rstrip():
+            found.append(f"the template writes {header!r} before a reply, but not at the end of a prompt")
+        return found
 
     def names(self, argument: str) -> bool:
         """Return whether the template's code has a name; its texts and strings do not count."""

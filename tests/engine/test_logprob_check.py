@@ -26,19 +26,20 @@ REMEDY = "serve the right one"
 
 
 class Reporting(FakeEngine):
-    """Reports log-probs of ``REFERENCE``, taken at temperature 1 when ``raw``, and ``shift`` nats off."""
+    """Reports log-probs of ``REFERENCE``, taken at temperature 1 when ``raw``, and ``shift`` nats off; after the first
+    prompt, ``first`` nats."""
 
-    def __init__(self, *, raw: bool = False, shift: float = 0.0) -> None:
+    def __init__(self, *, raw: bool = False, shift: float = 0.0, first: float | None = None) -> None:
         super().__init__(lambda _: 10**6, auto=True)
-        self.raw, self.shift = raw, shift
+        self.raw, self.shift, self.first = raw, shift, shift if first is None else first
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         temperature = 1.0 if self.raw else request.params.temperature
         async for chunk in super().generate(request):
             ids = tuple(t % VOCAB for t in chunk.token_ids)
-            logprobs = tuple(
-                REFERENCE.logprob(PROMPTS.index(request.prompt_ids), t, temperature) + self.shift for t in ids
-            )
+            prompt = PROMPTS.index(request.prompt_ids)
+            shift = self.shift if prompt else self.first
+            logprobs = tuple(REFERENCE.logprob(prompt, t, temperature) + shift for t in ids)
             yield replace(chunk, token_ids=ids, logprobs=logprobs)
 
 
@@ -78,6 +79,8 @@ def test_a_server_that_draws_from_fewer_tokens_is_told_apart_from_one_with_other
     """Left out of a softmax, tokens make the log-prob of each of the others higher."""
     with pytest.raises(EngineMismatch, match=r"leaves out tokens.*0\.3 nats higher.*top_k, top_p or min_p"):
         check(Reporting(shift=0.3), 0.1)
+    with pytest.raises(EngineMismatch, match="not sample from the trainer's policy"):
+        check(Reporting(shift=0.3, first=-0.2), 0.1)
 
 
 @pytest.mark.parametrize("version", range(5))

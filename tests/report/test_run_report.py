@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
+from rollover import cli
 from rollover.errors import RunError
 from rollover.report import health, run_figures, sample_cards
 from rollover.report.colours import version_colours
@@ -150,6 +151,17 @@ def test_a_figure_has_no_nan() -> None:
     page = Page("run")
     page.figure("", {"data": [float("nan"), float("inf"), 1.5], "layout": {"height": 1}}, "")
     assert [drawn["data"] for [drawn] in figures_of(page.render()).values()] == [[None, None, 1.5]]
+
+
+def test_the_command_prints_the_alarms(april: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(april, run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    nothing = {"reward/mean": 0.0, "reward/groups_with_signal": 0.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | nothing) + "\n" for row in rows))
+    assert cli.main(["report", str(run)]) == 0
+    alarm, path = capsys.readouterr().out.splitlines()
+    assert alarm.startswith("alarm: every reward of the last 10 steps is 0: ") and path == f"report: {run}/report.html"
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "journal.sqlite", "both"])

@@ -319,7 +319,7 @@ def test_the_best_checkpoint_stays_and_a_run_that_settles_ends(
     assert last == best + 3 < 40 and len(runs.batches(run)) == last
     assert best > 0
     assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step_{best}", f"step_{last}"}
-    assert f"no better accuracy (eval.patience), the best is of step {best};" in capsys.readouterr().out
+    assert f"no better accuracy (eval.patience); the best step was {best};" in capsys.readouterr().out
     assert cli.main(["export", "out", "model-best", "--best"]) == 0
     assert f"(step_{best})" in capsys.readouterr().out
     train("--resume", "out")

@@ -103,7 +103,7 @@ def test_several_processes_can_change_the_file_at_once(tmp_path: Path) -> None:
     here.add("w0", "it has lied again")
     elsewhere = Blocklist(tmp_path)
     elsewhere.readmit("w3")
-    with pytest.raises(ConfigError, match="'w3' was not sent away; sent away were: w0, w1, w10"):
+    with pytest.raises(ConfigError, match="'w3' was not sent away; members sent away: w0, w1, w10"):
         elsewhere.readmit("w3")
     assert here.readmitted() == {"w3"} and not here.readmitted()
     assert here.listed()["w0"].reason == "it has lied again"

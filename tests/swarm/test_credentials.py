@@ -164,7 +164,7 @@ def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "liar may join again" in capsys.readouterr().out
     assert "sent away" not in listed(tmp_path, capsys, worker)
     assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 2
-    assert "'liar' was not sent away; sent away were: none" in capsys.readouterr().err
+    assert "'liar' was not sent away; members sent away: none" in capsys.readouterr().err
     seen = listed(tmp_path, capsys, replace(worker, state="full"))
     assert "is waiting for the trainer's journal" in seen
 

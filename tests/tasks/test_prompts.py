@@ -162,16 +162,21 @@ def test_a_template_that_cuts_a_text_is_refused_with_the_place(tmp_path: Path) -
     file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content[:30] }}{% endfor %}")
     template = ChatTemplate(char_tokenizer(), file=file)
     assert template.write([{"role": "user", "content": "1+1"}]).text == "<user>1+1"
-    assert not template.begins_reply()
     reason = r"role 'user': of 36 characters .* first 30, .* changes '234567'; .*tasks.chat_template_file"
     with pytest.raises(DataError, match=reason):
         template.write([{"role": "user", "content": "0123456789" * 3 + "234567"}])
 
 
-def test_a_template_of_another_model_is_told(tmp_path: Path) -> None:
-    (file := tmp_path / "other.jinja").write_text(
-        "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+def test_a_template_of_another_model_or_without_a_header_for_the_reply_is_told(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    (file := tmp_path / "other.jinja").write_text(turns)
+    config = TasksConfig(chat_template_file=str(file))
+    foreign, header = PromptEncoder(char_tokenizer(), config).findings()
+    assert "template's <|start|>, <|end|> is plain text" in foreign
+    assert header == "the template writes '<|start|>assistant' before a reply, but not at the end of a prompt"
+    file.write_text(turns + "{% if add_generation_prompt %}<|start|>assistant {% endif %}")
+    assert PromptEncoder(char_tokenizer(), config).findings() == [foreign]
+    file.write_text(
+        "{% for m in messages %}{{ '[Q] ' + m.content + ' [A]' if m.role == 'user' else m.content }}{% endfor %}"
     )
-    foreign, unbegun = PromptEncoder(char_tokenizer(), TasksConfig(chat_template_file=str(file))).findings()
-    assert "template's <|start|>, <|end|> is plain text" in foreign and "add_generation" in unbegun
-    assert PromptEncoder(char_tokenizer(CHAT), TasksConfig()).findings() == []
+    assert PromptEncoder(char_tokenizer(), config).findings() == [], "a question's own end begins the reply"

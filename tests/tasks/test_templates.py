@@ -171,6 +171,14 @@ def test_each_text_of_a_message_is_written_or_refused_by_its_key(name: str) -> N
         assert sorted(i for i in gentle if i in added) == sorted(i for i in forged if i in added)
 
 
+def test_nothing_is_unusual_about_the_templates_of_real_models() -> None:
+    found = {
+        name: PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27")).findings()
+        for name in TEMPLATES
+    }
+    assert {name: each for name, each in found.items() if each} == {}
+
+
 def test_a_thought_before_a_call_is_in_the_prompt() -> None:
     call = {"type": "function", "function": {"name": "calc", "arguments": {"x": "1"}}}
     thinking = {"role": "assistant", "content": "", "reasoning_content": "let me think", "tool_calls": [call]}

@@ -1,7 +1,7 @@
 """Acts in the episodes of agents' programs: starts a program, replies to its requests, and reports what it asks next.
 
 An episode begins with an empty turn, number 0. A request that goes on from the reply of an earlier turn is written
-behind it, and any other as a prompt of its own, behind turn 0. Requests become turns in the order in which they come,
+after it, and any other as a prompt of its own, after turn 0. Requests become turns in the order in which they come,
 each when the turn before has ended: one answers the turn, and the rest wait. A program that is not alive, as after a
 restart of the run, is started and told the recorded replies to its first requests, which have to be those of the
 record, in any order: the second of two equal requests is the second of the record.
@@ -46,7 +46,7 @@ class MessageWriter(Protocol):
     def write(
         self, messages: Messages, last_id: int, columns: Mapping[str, Any], tools: Sequence[Any] = ()
     ) -> tuple[int, ...]:
-        """Write messages behind a turn that ended with ``last_id``."""
+        """Write messages after a turn that ended with ``last_id``."""
         ...
 
 
@@ -61,7 +61,7 @@ class SourceEnvironment(NamedTuple, Generic[Settings]):
     """True if an agent's program has to post its reward."""
 
     def write(self, columns: Mapping[str, Any], new: Messages, tools: Any, last_id: int | None) -> tuple[int, ...]:
-        """Write messages out behind a turn that ended with ``last_id``, or as a prompt. Raises ``DataError``."""
+        """Write messages out after a turn that ended with ``last_id``, or as a prompt. Raises ``DataError``."""
         if last_id is None:
             return self.writer.begin(new, tools, columns)
         return self.writer.write(new, last_id, columns, tools)

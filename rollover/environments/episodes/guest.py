@@ -69,7 +69,7 @@ class Guest:
     """
 
     said: dict[int, Said] = field(default_factory=lambda: {0: Said([], ())})
-    """The conversation behind each turn that was told, by its number. The turn 0 is empty."""
+    """The conversation up to each turn that was told, by its number. The turn 0 is empty."""
     waiting: list[Asked] = field(default_factory=list)
     """The requests that are no turns yet, in the order in which they came."""
     turns: dict[int, Asked] = field(default_factory=dict)

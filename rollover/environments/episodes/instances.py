@@ -50,7 +50,7 @@ class ClassConfig(EnvironmentSettings):
     recovery: Recovery = "replay"
     """Way in which a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each
     answer has to be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else.
-    ``snapshot``: ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned behind the last recorded
+    ``snapshot``: ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned after the last recorded
     answer: JSON values of up to a million characters, which are journaled with every answer. ``live``: as ``snapshot``,
     for an environment that outlives this process, such as a server's; its state names the session. ``close`` is then
     called at the end of the episode only, and a turn that was open may come a second time (``action.turn``)."""

@@ -24,7 +24,7 @@ class AnswerSettings(RewardSettings):
     """Holds the settings of rewards that read an answer out of the response."""
 
     closed_thoughts: bool = False
-    """If true, the answer may be in a thought that was closed (``<think>...</think>``); if false, only behind it. A
+    """If true, the answer may be in a thought that was closed (``<think>...</think>``); if false, only after it. A
     thought that was never closed, begun by the response or by its prompt, has no answer in it."""
 
     def answer_text(self, sample: RewardSample) -> str | None:
@@ -42,8 +42,8 @@ class ExtractionSettings(AnswerSettings):
     """Holds the settings of rewards that look for the answer in a certain place of the response."""
 
     extract: Extraction = "tag"
-    """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: behind
-    the last ``####``, up to the end of its line. ``last_line``: the last line that is not empty. ``whole``: everything.
+    """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: after
+    the last ``####``, to the end of its line. ``last_line``: the last line that is not empty. ``whole``: everything.
     ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one."""
     answer_pattern: str | None = None
     """Regular expression; its first group (or the whole match) is the answer. Only for ``pattern``."""

@@ -58,7 +58,7 @@ _MEASURE = re.compile(
 
 
 def measure(expression: str) -> str | None:
-    r"""Return the unit behind a number if it is a usual one. Example: ``cm`` of ``\boxed{5\text{ cm}}``."""
+    r"""Return the unit after a number if it is a usual one. Example: ``cm`` of ``\boxed{5\text{ cm}}``."""
     found = _MEASURE.search(expression)
     return found and found[1]
 

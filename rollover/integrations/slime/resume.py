@@ -114,7 +114,7 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
     if source is None or (progress := SlimeProgress.read(source)) is None or rollout_id + 1 < progress.first_rollout:
         if folder is not None and SlimeProgress.read(folder) is not None:
             raise RunError(
-                f"{folder} holds the rollouts of another run, not of the run that resumes after rollout {rollout_id}:"
+                f"{folder} holds the rollouts of a different run, not the one that resumes after rollout {rollout_id}:"
                 " move it away, or give this run another --save"
             )
         progress = SlimeProgress(first_rollout=rollout_id + 1)

@@ -177,7 +177,7 @@ class Blocklist:
         """Let a worker come back. Raises ``ConfigError`` when it was not sent away."""
         with self._table.changing() as rows:
             if rows.pop(name, None) is None:
-                raise ConfigError(f"{name!r} was not sent away; sent away were: {', '.join(sorted(rows)) or 'none'}")
+                raise ConfigError(f"{name!r} was not sent away; members sent away: {', '.join(sorted(rows)) or 'none'}")
 
     def readmitted(self) -> set[str]:
         """Return the workers that were removed from the file since the last call."""

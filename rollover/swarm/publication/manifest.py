@@ -4,7 +4,7 @@
 
     manifest (signed, a blob itself) ──▶ tensors: name, dtype, shape, digest of the result, where its bytes begin
              │                           files: config.json, tokenizer files
-             └──▶ blobs: the encoded tensors one behind the other, cut into pieces, each compressed by zstd
+             └──▶ blobs: the encoded tensors one after another, cut into pieces, each compressed by zstd
 
 A full publication holds every tensor's bytes. A delta holds, for each tensor, the elements that differ from
 ``base_version`` and by how much; applied to other weights it is found out by the digest of the result.

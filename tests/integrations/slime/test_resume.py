@@ -72,7 +72,7 @@ def test_the_directory_of_another_run_is_not_written_over(tmp_path: Path) -> Non
     with pytest.raises(RunError, match=r"two/rollover holds the rollouts of another run than .*one/rollover"):
         beginning(one, two, 9)
     late = written(tmp_path / "late", SlimeProgress(first_rollout=20))
-    with pytest.raises(RunError, match="another run, not of the run that resumes after rollout 9"):
+    with pytest.raises(RunError, match="a different run, not the one that resumes after rollout 9"):
         beginning(None, late, 9)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from rollover import cli
 from rollover.engine.servers.embedded import served
+from rollover.engine.servers.embedded.application import application
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GroupAddress
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
@@ -120,6 +122,21 @@ def test_a_body_that_cannot_be_used_is_refused_with_its_field(
     assert 400 <= answer.status_code < 500
     assert message in answer.json()["error"]["message"]
     assert http.get("/info").json() == before
+
+
+def test_a_client_that_leaves_within_its_request_leaves_no_traceback() -> None:
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+    scope = {"type": "http", "method": "POST", "path": "/pause", "headers": headers, "query_string": b""}
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(application(MagicMock(), key=None, host="127.0.0.1")(scope, receive, send))
+    assert sent[0]["status"] == 499
 
 
 # -- calls -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class SwarmCall:
             raise OutOfOrder(f"it sent tokens from position {offset} on, but those from {self.position} are next")
         if chunk.token_ids and version < self._version:
             raise ProtocolError(
-                f"it sent tokens of version {version} behind tokens of version {self._version} in one response"
+                f"it sent tokens of version {version} after tokens of version {self._version} in one response"
             )
         self._version = max(self._version, version)
         self.position += len(chunk.token_ids)

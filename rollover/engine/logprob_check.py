@@ -160,7 +160,7 @@ async def check_logprobs(
 
     Raises:
         EngineMismatch: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;
-            says which of the two it is, or that tokens are left out, and ``remedy``.
+            says which of the two it is, or that tokens seem to be left out, and ``remedy``.
     """
     measured = []
     rest = [i for i in range(len(reference.prompts)) if i not in first]
@@ -215,10 +215,10 @@ def _judge(engine: Engine, found: Mismatch, tolerance: float, remedy: str) -> No
         )
     if found.processed > tolerance and found.lowest >= -tolerance / 2:
         raise EngineMismatch(
-            f"{engine!r} leaves out tokens that the trainer's policy may draw: asked at temperature"
-            f" {found.temperature}, none of its log-probs is lower than the trainer's, and they are"
-            f" {found.processed:.3g} nats higher on average; remove what sets top_k, top_p or min_p: an option of the"
-            " server, or a proxy in front of it"
+            f"{engine!r} does not sample from the trainer's policy, and seems to leave out some of its tokens: asked at"
+            f" temperature {found.temperature}, none of its log-probs is lower than the trainer's, and they are"
+            f" {found.processed:.3g} nats higher on average; remove what sets top_k, top_p or min_p, an option of the"
+            f" server or a proxy in front of it; if nothing does, {remedy}"
         )
     if not found.processed <= tolerance:
         raise EngineMismatch(

@@ -83,6 +83,17 @@ def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
     assert set(shown(config, 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
 
 
+def test_a_thought_after_a_prompt_that_has_closed_its_thought_is_refused(tmp_path: Path) -> None:
+    path, closed = tmp_path / "rows.jsonl", "1+1? <think>\n\n</think>"
+    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
+    for question, answer in ((closed, "2"), ("1+1?", "<think>easy</think>2")):
+        path.write_text(json.dumps({"question": question, "answer": answer}))
+        assert shown(config, 1) == [(f"{question}\n", answer)]
+    path.write_text(json.dumps({"question": closed, "answer": "<think>easy</think>2"}))
+    with pytest.raises(DataError, match=r"file/0@0 ends with a closed thought, and its response thinks; set chat_t"):
+        shown(config, 1)
+
+
 def test_a_task_without_solutions_is_refused_by_name() -> None:
     config = ReasoningGymConfig(name="maze", reward=VerifierConfig(workers=0))
     with pytest.raises(DataError, match="'maze' has no worked solutions"):

@@ -240,8 +240,9 @@ class _Running:
             "finish_reason": reason,
             "stop_reason": stop_reason,
         }
+        if pieces or not self.first:  # vLLM leaves out an event without a token before the first one
+            self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
         self.first = False
-        self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
         if reason is not None:
             self.finished = True
             self.events.put_nowait(None)

@@ -188,6 +188,8 @@ class OpenCalls:
                     self._count_cached(call, delta.num_cached_tokens)
                     if not call.ended.is_set():
                         self._take(call, delta)
+            if call.asked_to_stop and len(call.response) == len(call.request.response_ids):
+                call.abort(self._served.version)  # vLLM 0.32 says nothing of a call that it aborts before a token
             if not call.ended.is_set():
                 raise EngineError(f"{self._client}: the stream of {call.request_id} ended without a finish reason")
         except Exception as e:

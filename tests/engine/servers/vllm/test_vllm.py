@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,18 @@ async def test_a_hung_server_delays_no_abort_and_its_tokens_are_kept(folder: Pat
         assert chunks[-1].finish_reason is FinishReason.ABORT
         assert tokens(chunks) == scripted(call_seed(3, 0), seen, str(folder)) != ()
         server.thaw()
+
+
+async def test_a_call_that_is_aborted_before_its_first_token_ends_without_one(folder: Path) -> None:
+    """vLLM then ends the stream without a word of the call."""
+    async with serving(folder) as (engine, server):
+        server.is_wedged = True
+        call = asyncio.create_task(collect(engine, replace(request("a"), response_ids=(1, 2))))
+        while "cmpl-a#0-0" not in server.requests:
+            await asyncio.sleep(0.01)
+        await engine.abort(["a#0"])
+        (end,) = await call
+        assert (end.token_ids, end.finish_reason) == ((), FinishReason.ABORT)
 
 
 async def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:

@@ -59,7 +59,7 @@ def test_labels_that_go_back_within_a_response_are_found() -> None:
     effects += says(hub, worker, call_id, 1)
     assert [e.chunk.policy_version for e in effects if isinstance(e, Deliver)] == [0, 1]
     (gone,) = [e for e in says(hub, worker, call_id, 1) if isinstance(e, SentAway)]
-    assert "tokens of version 0 behind tokens of version 1 in one response" in gone.reason
+    assert "tokens of version 0 after tokens of version 1 in one response" in gone.reason
 
 
 def test_an_honest_worker_may_change_weights_within_a_response() -> None:

@@ -34,6 +34,7 @@ TRL = "benchmarks/results/trl-tool-2026-11-28.json"
 SOKOBAN = "benchmarks/results/learning-sokoban-2026-11-28.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
+TURNS = "benchmarks/results/turns-2026-11-29.json"
 DOOR = "benchmarks/results/door-2026-11-28.json"
 ACCURACY = "benchmarks/results/learning-algorithms-2026-11-28.json"
 SOKOBAN_SCHEDULES = "benchmarks/results/learning-sokoban-schedules-2026-11-28.json"
@@ -446,6 +447,19 @@ def planner() -> str:
     return "\n".join([f"| devices | {head} |", "|---|" + "---|" * 2 * len(bounds), *rows])
 
 
+def turns() -> str:
+    """Return the table of the prefill that turns cost."""
+    labels = {"embedded": "embedded", "vllm": "vLLM, blocks of 128 tokens", "sglang": "SGLang"}
+    rows = []
+    for name, found in record(TURNS)["engines"].items():
+        first, later = found["first turns"], found["later turns"]
+        prefilled = " | ".join(f"{one['prefilled_tokens_per_turn']:.0f}" for one in (first, later))
+        rows.append(f"| {labels[name]} | {prefilled} | {later['found_of_findable']:.1%} |")
+    sizes = [f"{one['sent_tokens_per_turn']:.0f} sent, {one['new_tokens_per_turn']:.0f} new" for one in (first, later)]
+    head = f"| prefilled tokens | first turn ({sizes[0]}) | later turn ({sizes[1]}) | found of what a cache can hold |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "equal_lag": equal_lag,
@@ -465,6 +479,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tool_in_trl": tool_in_trl,
     "sampling": sampling,
     "door": door,
+    "turns": turns,
     "april": april,
     "accuracy": partial(accuracy, ACCURACY),
     "accuracy_sokoban": partial(accuracy, SOKOBAN_SCHEDULES),

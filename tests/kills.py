@@ -138,6 +138,13 @@ TREES = (
 )
 
 
+PACKAGED = (
+    *("--rollout.rollout_batch_size", "4", "--rollout.group_size", "2", "--sft.num_steps", "200"),
+    *("--tasks.eval.0.limit", "8", "--eval.num_prompts", "8", "--checkpoint.every_steps", "2"),
+)
+"""Sizes of an experiment of the package, which warms its own model up."""
+
+
 def write_game(folder: Path) -> None:
     """Write what ``EPISODES``, ``AGENTS`` and ``TREES`` name."""
     (folder / "letter_game.py").write_text(GAME)
@@ -172,12 +179,19 @@ class Case:
     """Rounds overlap with training."""
     episodes: Literal["", "class", "agent", "tree"] = ""
     """An environment answers each turn, or a program asks for each."""
+    packaged: Literal["", "tool", "agent"] = ""
+    """The experiment of the package that is run, with its own environment and program."""
     steps: int = STEPS
 
     @property
     def name(self) -> str:
         ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters + "-overlapped" * self.overlap
-        return f"{self.strategy}-{self.unit}{ends}{self.episodes and f'-{self.episodes}'}"
+        kind = self.episodes or self.packaged and f"packaged-{self.packaged}"
+        return f"{self.strategy}-{self.unit}{ends}{kind and f'-{kind}'}"
+
+    @property
+    def experiment(self) -> str:
+        return self.packaged or "run.toml"
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -188,6 +202,7 @@ class Case:
             *(("--rollout.strategy.overlap", "true") if self.overlap else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
             *{"": (), "class": EPISODES, "agent": AGENTS, "tree": TREES}[self.episodes],
+            *(PACKAGED if self.packaged else ()),
         )
 
 
@@ -202,6 +217,8 @@ def cases() -> list[Case]:
     for kind in ("class", "agent", "tree"):
         made += [Case(strategy=name, episodes=kind) for name in ("april", "bounded_async")]
     made += [Case(strategy="april", deterministic=True, episodes=kind) for kind in ("class", "agent")]
+    for experiment in ("tool", "agent"):
+        made += [Case(strategy="april", deterministic=exact, packaged=experiment) for exact in (False, True)]
     return made
 
 
@@ -238,7 +255,7 @@ def kill_and_resume(case: Case, model: Path, folder: Path, *, num_kills: int, se
     (folder / "run.toml").write_text(CONFIG)
     write_game(folder)
     whole, began_s = folder / "whole", time.monotonic()
-    _succeeded(processes.run("train", "run.toml", "--run-dir", "whole", *case.argv))
+    _succeeded(processes.run("train", case.experiment, "--run-dir", "whole", *case.argv))
     whole_s = time.monotonic() - began_s
     while record.num_kills < num_kills:
         run = folder / f"killed-{record.num_runs}"
@@ -259,7 +276,7 @@ def _one_run(
 ) -> None:
     for _ in range(_MAX_RESUMES):
         begun = (run / "config.json").exists()
-        argv = ("--resume", run.name) if begun else ("run.toml", "--run-dir", run.name, *case.argv)
+        argv = ("--resume", run.name) if begun else (case.experiment, "--run-dir", run.name, *case.argv)
         if record.num_kills >= num_kills:
             _succeeded(processes.run("train", *argv))
             return
@@ -293,7 +310,8 @@ def _succeeded(outcome: Outcome) -> None:
 
 def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> None:
     """The laws at the end of a run."""
-    config, last = build_config(str(run.parent / "run.toml"), case.argv), case.steps
+    experiment = case.packaged or str(run.parent / "run.toml")
+    config, last = build_config(experiment, case.argv), case.steps
     batches, ledger = runs.batches(run), runs.ledger(run)
     assert [batch.step for batch in batches] == list(range(last)), "a step is missing"
     groups = [group.group_id for batch in batches for group in batch.groups]
@@ -311,7 +329,7 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
         elif isinstance(event, recorded.Observed):
             turns[event.sample_id, ended[event.sample_id]] += 1
     assert not turns or max(turns.values()) == 1, "a turn has two answers"
-    assert bool(turns) is bool(case.episodes)
+    assert bool(turns) is bool(case.episodes or case.packaged)
     kept = list_checkpoints(run / "checkpoints")
     assert [path.name for path in kept] == [f"step_{last - 2}", f"step_{last}"], "other checkpoints than the default"
     for checkpoint in kept:

@@ -167,6 +167,13 @@ async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies
                 answers.append(await actor.act(episode(*["r"] * number, answers=answers), 0.0))
 
 
+async def test_a_late_program_ends_its_episode_with_what_it_has_earned_if_the_config_says_so() -> None:
+    async with acting("waits", turn_timeout_s=5.0, on_timeout="end") as actor:
+        first = await actor.act(episode(), 0.0)
+        last = await actor.act(episode("a", answers=[first]), 0.0)
+        assert (last.end, last.reward, last.token_ids) == (FinishReason.LENGTH, 1.0, ())
+
+
 async def test_a_request_that_cannot_be_written_out_is_refused_with_the_reason() -> None:
     """In a second life too, in which the program asks it again."""
     async with acting("corrects") as actor:

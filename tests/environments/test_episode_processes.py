@@ -74,6 +74,16 @@ async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
 
 
 @pytest.mark.real_time
+async def test_a_late_answer_ends_the_episode_if_the_config_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_RESPONSE_S", 0.5)
+    bad = (call("wait", seconds=3600), call("hog"), call("leave", code=7))
+    config = replace(FAST, on_timeout="end")
+    waited, hogged, died = await acted(config, *(episode(text, index=i) for i, text in enumerate(bad)))
+    assert waited == hogged == Observation((), "", 0.0, FinishReason.LENGTH)
+    assert isinstance(died, RewardError), "which is no time-out"
+
+
+@pytest.mark.real_time
 async def test_tools_that_hang_together_cost_one_time_out(tmp_path: Path) -> None:
     """No turn is answered a second time, neither a late turn nor a turn beside it."""
     waits = [3600, 0, 3600, 0, 3600]

@@ -10,7 +10,7 @@ from tests.kills import Case, cases, kill_and_resume
 
 
 def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
-    assert len(cases()) == 8 * 2 + 6 * 2 + 2 + 8
+    assert len(cases()) == 8 * 2 + 6 * 2 + 2 + 8 + 4
 
 
 @pytest.mark.parametrize(

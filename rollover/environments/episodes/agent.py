@@ -40,7 +40,8 @@ class AgentConfig(EnvironmentSettings):
     cannot be read is a text."""
     turn_timeout_s: Changeable[float] = 60.0
     """Seconds that the program may take from its start to its first request, and from a reply to its next request or
-    its end. Then it is killed with everything that it has started, and the sample fails."""
+    its end. Then it is killed with everything that it has started, and ``on_timeout`` says what becomes of the
+    sample."""
     workers: Changeable[int] = 8
     """Number of programs that start at the same time. Once they have asked, they wait side by side: each unfinished
     episode has one."""

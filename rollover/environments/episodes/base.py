@@ -163,6 +163,15 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
+class Late(RewardError):
+    """An environment that did not answer a turn within ``turn_timeout_s``. ``earned`` is the reward so far that no
+    earlier answer had."""
+
+    def __init__(self, message: str, earned: float = 0.0) -> None:
+        super().__init__(message)
+        self.earned = earned
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings(ABC):
     """Holds the settings that all kinds of environment share. Each kind adds its own, and ``begin``.
@@ -181,7 +190,11 @@ class EnvironmentSettings(ABC):
     have. ``rollout.max_new_tokens`` limits the whole episode, with what the environment has answered."""
     turn_timeout_s: Changeable[float] = 60.0
     """Seconds that the environment may take to answer a turn. Then its process is killed with everything that it has
-    started, and the sample fails."""
+    started, and ``on_timeout`` says what becomes of the sample."""
+    on_timeout: Changeable[Literal["fail", "end"]] = "fail"
+    """Outcome if the answer to a turn of the model is late. With ``fail`` the sample fails and is not trained. With
+    ``end`` the episode ends there as truncated, with the reward that it has earned so far, which teaches the model to
+    avoid whatever takes long."""
     max_memory_gib: Changeable[int | None] = None
     """GiB of addresses that each process of the environment, or of its program, may have (``RLIMIT_AS``). They are more
     than the memory that a process uses. Unset: no limit."""

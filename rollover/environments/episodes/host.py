@@ -18,6 +18,7 @@ from itertools import count, repeat
 from typing import Any
 
 from rollover.environments.child import Child
+from rollover.environments.episodes.base import Late
 from rollover.environments.scoring import ScoringResult
 from rollover.errors import RewardError
 
@@ -70,7 +71,7 @@ class EpisodeProcess:
                     return await self._answer(turn, past)
             except _Lost as lost:
                 failure = str(lost)
-        raise RewardError(failure)
+        raise self._failed(failure)
 
     def forget(self, key: str) -> None:
         """Close an episode. It has the time of a turn: if it hangs, that is no turn's fault."""
@@ -91,7 +92,7 @@ class EpisodeProcess:
         except TimeoutError:
             if turn["key"] in await self._at_work(life):
                 self._retire(life)
-                raise RewardError(self._late) from None
+                raise self._failed(self._late) from None
             await asyncio.shield(self._end(life))
             raise _Lost(self._late) from None
         if "failure" in answer:
@@ -138,9 +139,12 @@ class EpisodeProcess:
             self._life = None
         for place, answer in enumerate(life.asked.values()):
             if not answer.done():
-                answer.set_exception((RewardError if self._is_serial and not place else _Lost)(reason))
+                answer.set_exception(self._failed(reason) if self._is_serial and not place else _Lost(reason))
                 answer.exception()  # nobody waits for an episode to be closed
         life.child.end()
+
+    def _failed(self, reason: str) -> RewardError:
+        return Late(reason) if reason == self._late else RewardError(reason)
 
     def _retire(self, life: _WorkerLife) -> None:
         """Give a process no new turns, and end it once the others are answered."""

@@ -186,7 +186,7 @@ class Case:
     @property
     def name(self) -> str:
         ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters + "-overlapped" * self.overlap
-        kind = self.episodes or self.packaged and f"packaged-{self.packaged}"
+        kind = self.episodes or (self.packaged and f"packaged-{self.packaged}")
         return f"{self.strategy}-{self.unit}{ends}{kind and f'-{kind}'}"
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,17 @@ ENVIRONMENT = {
 def add_node(cluster: Any, resources: dict[str, float]) -> Any:
     """Add a node with 4 CPUs and these custom resources, and return it once the cluster knows of it."""
     return cluster.add_node(**NODE, num_cpus=4, resources=resources)
+
+
+def remove_nodes(cluster: Any, nodes: Iterable[Any]) -> None:
+    """Remove nodes that a test has added, and wait until the cluster lists them no more."""
+    from rollover.cluster.config import ClusterConfig
+    from rollover.cluster.connect import connect
+    from rollover.cluster.nodes import alive_nodes
+
+    for node in nodes:
+        cluster.remove_node(node)
+    until(lambda: len(alive_nodes(connect(ClusterConfig(address=cluster.address)))) == 3, "the nodes are gone")
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:

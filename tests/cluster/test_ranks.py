@@ -26,7 +26,7 @@ from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.setup import TrainingSetup
-from tests.cluster.conftest import add_node, cluster_has, until
+from tests.cluster.conftest import add_node, cluster_has, remove_nodes, until
 from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder
@@ -117,8 +117,7 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
             with pytest.raises(NotPlaced, match=no_room):
                 trainer.step(make_batch(step=2))
     finally:
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
+        remove_nodes(cluster, nodes)
     for message, (fate, rest) in zip(told, LOSSES, strict=True):
         assert re.match(rf"trainer: rank \d of 2 {fate}", message), message
         assert message.partition("restarting all 2 ranks from ")[2] == f"step_1, {rest} to repeat (restart 1 of 3)"

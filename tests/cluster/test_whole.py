@@ -20,7 +20,7 @@ from rollover.rollout.journal import read_events
 from rollover.run.launching import launched_config, read_plan, who_goes_where
 from rollover.trainer.checkpoint import read_manifest
 from tests import runs
-from tests.cluster.conftest import add_node, cluster_has, until
+from tests.cluster.conftest import add_node, cluster_has, remove_nodes, until
 from tests.cluster.test_engines import leftovers
 from tests.swarm.chaos.forked import Forked
 
@@ -136,8 +136,7 @@ def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
         until(lambda: cluster_has(cluster, steady=1, spot=2), "what the run had is given back")
         assert leftovers("") == []
     finally:
-        for node in nodes.values():
-            cluster.remove_node(node)
+        remove_nodes(cluster, nodes.values())
 
 
 def trainer_and_below() -> str:

@@ -21,6 +21,7 @@ from rollover.run.config import RunConfig
 from rollover.settings import toml
 from rollover.settings.changes import FIXED, OnResume, said_by
 from rollover.settings.plain import plain
+from rollover.swarm.worker.config import WorkerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -55,7 +56,8 @@ this page says so: what the run learns does not depend on it. Any other change i
 
 def render() -> str:
     """Return the whole page."""
-    pages = "\n".join(line for section in _sections(RunConfig, "", {}, FIXED) for line in section)
+    sections = [*_sections(RunConfig, "", {}, FIXED), [*_worker()]]
+    pages = "\n".join(line for section in sections for line in section)
     return f"{INTRODUCTION}\n{pages.strip()}\n"
 
 
@@ -88,6 +90,16 @@ def _sections(cls: type, path: str, described: dict[type, str], around: OnResume
     yield [*lines, ""]
     for name, table, said in tables:
         yield from _sections(table, name, described, said)
+
+
+def _worker() -> Iterator[str]:
+    """Yield what ``rollover worker`` takes."""
+    hints, documents = get_type_hints(WorkerConfig), _field_docstrings(WorkerConfig)
+    yield from ("## Flags of `rollover worker`", "", "`--engine.KEY`, with the keys of `[engine]`, and:", "")
+    for field in dataclasses.fields(WorkerConfig):
+        if field.name in documents:
+            about = f"{_type(hints[field.name])}; {_default(field)}"
+            yield f"- **`--{field.name}`** ({about}). {_prose(documents[field.name])}"
 
 
 def _algorithms() -> Iterator[str]:

@@ -16,7 +16,7 @@ class ModelConfig:
     """The policy: an existing model, or one built from scratch. Give exactly one of the two."""
 
     path: Changeable[str | None] = None
-    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A resumed run may load it from another place."""
+    """Hugging Face folder or hub id. A resumed run may load it from another place."""
     scratch: ScratchConfig | None = None
     """A small decoder with random weights, and a tokenizer trained for the tasks."""
 

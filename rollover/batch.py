@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from rollover.types import Prompt, Trajectory
+from rollover.types import Observation, Prompt, Segment, Trajectory
 
 
 class Baseline(NamedTuple):
@@ -81,6 +81,21 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(g.num_tokens for g in self.groups)
+
+    def packed(self) -> Batch:
+        """Return the same batch in a ninth of the memory, to be kept and not to be trained; ``unpacked`` undoes it."""
+        return self._with(Segment.packed, Observation.packed)
+
+    def unpacked(self) -> Batch:
+        return self._with(Segment.unpacked, Observation.unpacked)
+
+    def _with(self, segment: Callable[[Segment], Segment], observation: Callable[[Observation], Observation]) -> Batch:
+        def changed(t: Trajectory) -> Trajectory:
+            segments, observations = tuple(map(segment, t.segments)), tuple(map(observation, t.observations))
+            return replace(t, segments=segments, observations=observations)
+
+        groups = (replace(g, trajectories=tuple(map(changed, g.trajectories))) for g in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 class WasteCause(StrEnum):

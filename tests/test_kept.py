@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch, Group
 from rollover.kept import MAX_KEPT
 from rollover.kept_codec import check_kept, decode_kept, encode_kept, mean_kept
 from rollover.routes import check_routes
 from rollover.token_bytes import join_bytes, split_bytes
-from rollover.types import FinishReason, Segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 
 ids = st.sampled_from([7, 200, 20_000, 3_000_000, 2**28 - 1]).flatmap(lambda top: st.integers(0, top))
 sets = st.lists(st.sets(ids, max_size=9).map(sorted), max_size=6)
@@ -77,6 +78,12 @@ def test_segments_join_and_pack_bytes_like_log_probs(field: str) -> None:
     plain = Segment(3, (9, 4), (-0.5, 0.0), None, 3, 0.0, 1.0)
     found, without = plain._replace(**{field: pieces}), Segment(3, (8,), (-1.0,), FinishReason.STOP, 3, 1.0, 2.0)
     assert found.packed().unpacked() == found and without.packed().unpacked() == without
+    prompt = Prompt(prompt_id="a", token_ids=(1,), text="", source="a")
+    episode = Trajectory(
+        sample_id=SampleId(0, 0), prompt=prompt, segments=(found, without), observations=(Observation((7, 2)),)
+    )
+    batch = Batch(step=0, groups=(Group(group_id=0, prompt=prompt, trajectories=(episode,)),))
+    assert batch.packed() != batch == batch.packed().unpacked()
     assert getattr(found.joined(without), field) == (*pieces, b"")
     assert getattr(without.joined(found), field) == (b"", *pieces)
     assert getattr(without.joined(without), field) == ()

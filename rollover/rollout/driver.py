@@ -158,8 +158,8 @@ class RolloutDriver:
         self._num_calls = 0
         self._retries = Retries(limits.max_retries)
         self._broken: Exception | None = None
-        self._distrusted: list[str] = []
-        """Members whose tokens have yet to be dropped."""
+        self._distrusted: dict[str, int] = {}
+        """Members whose tokens have yet to be dropped, and since which version."""
         self._placement = placement
         if placement is not None:
             placement.on_change(self._act_soon)
@@ -186,7 +186,8 @@ class RolloutDriver:
         self._act()
         await self._until(lambda: bool(self._distrusted) or self._can_consume())
         while self._distrusted:
-            await self.drop_tokens_of(self._distrusted.pop(), lambda: None)
+            name, since = next(iter(self._distrusted.items()))
+            await self.drop_tokens_of(name, lambda: None, since=since)
             await self._until(lambda: bool(self._distrusted) or self._can_consume())
         if self._broken is not None:
             raise self._broken
@@ -204,8 +205,7 @@ class RolloutDriver:
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples continue during the load if the
         engine supports that; otherwise they are parked before and resumed after it."""
-        goes_on = not self._calls or self._engine.capabilities.in_flight_update
-        async with nullcontext() if goes_on else self._all_parked():
+        async with nullcontext() if self._engine.capabilities.in_flight_update else self._all_parked():
             start_s = self._clock.now_s()
             await load()
             now_s = self._clock.now_s()
@@ -217,6 +217,7 @@ class RolloutDriver:
         are not trained. Running samples are parked first and resumed once ``take_out`` has made sure that ``engine``
         gets no more calls. Returns how many tokens were dropped."""
         async with self._all_parked():
+            since = min(since, self._distrusted.pop(engine, since))
             num_tokens = self._scheduler.drop_tokens_of(engine, self._clock.now_s(), since=since)
             take_out()
         self._act()
@@ -230,8 +231,8 @@ class RolloutDriver:
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
                 await self._abort_running()
-                for name in self._distrusted:
-                    self._scheduler.drop_tokens_of(name, self._clock.now_s(), since=0)
+                for name, since in self._distrusted.items():
+                    self._scheduler.drop_tokens_of(name, self._clock.now_s(), since=since)
                 self._distrusted.clear()
         finally:
             tasks = (call.task for call in self._calls.values())
@@ -287,10 +288,10 @@ class RolloutDriver:
                     self._batch_is_due = True
                     self._changed.set()
 
-    def distrust(self, name: str) -> None:
-        """Arrange that no unconsumed token of a member of the engine is handed out from now on. The member must have no
-        open calls any more. May be called at any time."""
-        self._distrusted.append(name)
+    def distrust(self, name: str, since: int = 0) -> None:
+        """Arrange that no unconsumed token that a member of the engine sampled under version ``since`` or later is
+        handed out from now on. The member must get no more calls. May be called at any time."""
+        self._distrusted[name] = min(since, self._distrusted.get(name, since))
         self._changed.set()
 
     def _act_soon(self) -> None:

@@ -177,6 +177,7 @@ class Statistics:
                 self.pace.published()
                 if self._taken is not None and version == self._taken[0] + 1:
                     self.training_s = self.training_s.followed_by(time_s - self._taken[1])
+                    self._taken = None  # a resumed run publishes the version again
             case CheckpointSaved():
                 self.baselines = {i: baseline for i, baseline in self.baselines.items() if i in ledger.groups}
 

@@ -6,6 +6,7 @@ that ends before that event. The journal is on the disk before the checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,21 +45,23 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self._saved_version = self.trainer.version
 
-    def save_when_due(self) -> None:
+    async def save_when_due(self) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` training steps."""
         every = self.config.every_steps
         if every and self.trainer.version % every == 0:
-            self.save()
+            await self.save()
 
-    def save(self) -> None:
-        """Save a checkpoint, unless the trainer's weights are saved already."""
+    async def save(self) -> None:
+        """Save a checkpoint, unless the trainer's weights are saved already. It is written in a thread: while the event
+        loop stands still, replies that are there already run into their deadlines."""
         from rollover.trainer.checkpoint import checkpoint_path
 
         version = self.trainer.version
         if version != self._saved_version:
             self.driver.flush()
             self.journal.sync()  # otherwise a power cut could leave a checkpoint that is newer than its journal
-            self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
+            extra = {_JOURNAL_SEQ: self.journal.last_seq}
+            await asyncio.to_thread(self.trainer.save, checkpoint_path(self.folder, version), extra)
             self._saved_version = version
             self.driver.saved(self._oldest_kept())
         self.prune()  # an earlier process may have died before it did so

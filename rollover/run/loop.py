@@ -32,7 +32,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 try:
                     batch = await interrupt.unless(session.driver.next_batch())
                 except RunError:  # no prompt is left that could be trained
-                    session.checkpoints.save()
+                    await session.checkpoints.save()
                     raise
             if batch is None:
                 break
@@ -48,14 +48,14 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 else:
                     await interrupt.unless(session.weights.publish())
             session.observe(meter.step_ended(batch, trained))
-            session.checkpoints.save_when_due()
+            await session.checkpoints.save_when_due()
             await interrupt.unless(_evaluate_when_due(session))
         is_settled = _is_settled(session)
         if is_settled and not interrupt.requested:
             session.evaluator.ends_at(session.version)
             await interrupt.unless(_evaluate_when_due(session))
         await session.driver.stop()
-        session.checkpoints.save()
+        await session.checkpoints.save()
         if is_settled:
             scores, resume, patience = session.scores, session.resume_command, session.config.eval.patience
             last = "the last evaluation has" if patience == 1 else f"the last {patience} evaluations have"
@@ -108,7 +108,7 @@ def _goes_on_asleep(session: Session) -> bool:
 async def _evaluate_when_due(session: Session) -> None:
     keeps_best = session.config.eval.keep_best
     if keeps_best and session.evaluator.is_due(session.version):
-        session.checkpoints.save()  # it may turn out to be the best
+        await session.checkpoints.save()  # it may turn out to be the best
     with session.meter.paused():
         ended = await session.evaluator.run_when_due(session.version)
     for version, evaluation in ended:

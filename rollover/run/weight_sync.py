@@ -77,6 +77,8 @@ class WeightSync:
             self.measured("weights/load_s", time.perf_counter() - load_began_s)
             is_first = not self.trust.has_checked
             failed = await self.trust.check(version)
+            for name in failed:  # on record before anything is waited for, as an interrupt may come
+                self.driver.distrust(name, version)
             if is_first and self.reloads_after_check:
                 await self.publisher.publish(weights)
 

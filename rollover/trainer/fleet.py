@@ -119,7 +119,7 @@ class FleetTrainer:
         self._checkpoint = resume_from
         self._notify = notify
         self._since: list[tuple[Way, Batch]] = []
-        """Batches trained or skipped since the checkpoint, to be repeated when ranks are lost."""
+        """Batches trained or skipped since the checkpoint, packed, to be repeated when ranks are lost."""
         self._num_lost = 0
         """Number of times that ranks were lost since the last new step."""
         self._ran_out = False
@@ -259,7 +259,7 @@ class FleetTrainer:
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
         with self._lease.changing(), self._turn:
             done = self._surely(lambda ranks: self._once(ranks, way, batch), retried=_LOST_OR_FULL)
-            self._since.append((way, batch))
+            self._since.append((way, batch.packed()))
             self._version += 1
             self._num_lost, self._ran_out = 0, False
         return done
@@ -322,7 +322,7 @@ class FleetTrainer:
             )
             self._ranks = self._launcher.launch(task)
             for way, batch in self._since:
-                self._once(self._ranks, way, batch)
+                self._once(self._ranks, way, batch.unpacked())
         return self._ranks
 
     def _end_ranks(self) -> None:

@@ -25,6 +25,7 @@ from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 from tests.engine.fake import logprob_at, token_at
 from tests.rollout.kit import NAMES, ON_FULL, SEED, LockstepEngine, Rig, content, lognormal, make_rig, play, with_stop
+from tests.rollout.test_driver import StrictEngine, make_engine, without_in_flight_update
 from tests.virtual_time import VirtualClock, run
 
 LIMIT = 60
@@ -220,6 +221,19 @@ def test_a_full_batch_does_not_wait_for_an_environment() -> None:
     rig, batches = play(1, "april", environment=Slow(0.0), max_new_tokens=LIMIT)
     assert 0 not in [g.group_id for g in batches[0].groups]
     assert all(i.group == 0 for i in rig.ledger.acting) and rig.ledger.acting
+
+
+async def test_an_answer_starts_no_call_while_weights_are_loaded() -> None:
+    """Also if no call was open when the load began."""
+    engine = without_in_flight_update(make_engine(StrictEngine, length=lognormal(3, 0.5)))
+    rig = make_rig("bounded_async", engine=engine, environment=Game(30.0), max_new_tokens=LIMIT)
+    acted_alone = 0
+    for version in range(1, 6):
+        await rig.driver.next_batch()
+        acted_alone += not rig.ledger.running and bool(rig.ledger.acting)
+        await rig.publish(version, load_s=20.0)
+    assert acted_alone
+    await with_stop(rig, asyncio.sleep(0))
 
 
 def test_a_deterministic_run_decides_alike_whatever_the_environment_takes() -> None:

@@ -40,7 +40,9 @@ def test_the_lag_is_that_of_batches_and_earlier_ones_count_less() -> None:
 
 def test_a_training_step_is_timed_unless_its_batch_was_handed_out_again() -> None:
     state = RolloutState([opened(0), opened(1), *decoded(0, (3, 0)), *decoded(1, (5, 0))])
-    for event in (consumed(0, 0)._replace(time_s=2.0), published(1)._replace(time_s=9.0)):
+    trained = (consumed(0, 0)._replace(time_s=2.0), published(1)._replace(time_s=9.0))
+    resumed = (restarted(1), published(1)._replace(time_s=50.0))
+    for event in (*trained, *resumed):
         state.apply(event)
     assert state.statistics.training_s == RecentMean(num_batches=1.0, total=7.0)
     for event in (consumed(1, 1), restarted(1), consumed(1, 1), published(2)._replace(time_s=99.0)):

@@ -72,6 +72,15 @@ async def test_tokens_from_before_a_version_stay() -> None:
     await with_stop(rig, asyncio.sleep(0))
 
 
+async def test_what_an_interrupt_leaves_to_be_dropped_is_dropped_by_stop() -> None:
+    rig = make_two("bounded_async")
+    await rig.train(3, train_s=2.0)
+    newest = max(versions_of("b", rig.ledger))
+    rig.driver.distrust("b", newest)
+    await with_stop(rig, asyncio.sleep(0))
+    assert versions_of("b", rig.ledger) and max(versions_of("b", rig.ledger)) < newest
+
+
 async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
     rig = make_two("april")
     await rig.train(2)

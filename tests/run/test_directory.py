@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,12 +20,13 @@ from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
 from rollover.run.building import build_config
+from rollover.run.checkpoint_schedule import Checkpointer
 from rollover.run.config import RunConfig
 from rollover.run.sections import ModelConfig
 from rollover.settings.plain import resolved
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import JsonlConfig
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import CheckpointConfig, TrainerConfig
 from tests.speed import within
 
 CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
@@ -360,3 +365,28 @@ def test_evaluation_may_change_on_resume_if_no_prompt_is_held_out_for_it() -> No
         directory.refusals(build_config("quickstart", free), build_config("quickstart", [*free, "--tasks.eval", "[]"]))
         == {}
     )
+
+
+@pytest.mark.real_time
+async def test_the_event_loop_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint names the events from before."""
+    written, looped = [], threading.Event()
+
+    def save(folder: Path, extra: Any) -> None:
+        assert looped.wait(within(60.0)), "the loop stands still"
+        written.append((folder.name, extra))
+
+    journal = SimpleNamespace(sync=lambda: None, last_seq=7)
+    trainer: Any = SimpleNamespace(version=0, save=save)
+    driver: Any = SimpleNamespace(flush=lambda: None, saved=lambda oldest: written.append(oldest))
+    monkeypatch.setattr(Checkpointer, "_oldest_kept", lambda self: 1)
+    checkpoints = Checkpointer(CheckpointConfig(), tmp_path, trainer, driver, journal, lambda: ())  # type: ignore[arg-type]
+    trainer.version = 20
+    saving = asyncio.create_task(checkpoints.save())
+    await asyncio.sleep(0)
+    journal.last_seq = 9
+    looped.set()
+    await saving
+    assert written == [("step_20", {"journal_seq": 7}), 1]

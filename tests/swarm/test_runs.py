@@ -24,7 +24,7 @@ async def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(experim
         await stage.until("the first step", lambda: stage.steps_done() > 0)
         stage.start("late")
         metrics = stage.run / "metrics.jsonl"
-        await stage.until("a step with all three", lambda: '"drift/late"' in metrics.read_text())
+        await stage.until("steps of all", lambda: all(f'"drift/{name}"' in metrics.read_text() for name in names))
         steps = await stage.stop()
     alone = experiment_folder / "alone"
     done = runs.Processes(experiment_folder).run(
@@ -38,7 +38,7 @@ async def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(experim
     batches = runs.batches(stage.run)
     assert all({v for t in batch.trajectories for v in t.policy_versions} == {batch.step} for batch in batches)
     sampled_by = [{s.engine for t in batch.trajectories for s in t.segments if s.token_ids} for batch in batches]
-    assert set.union(*sampled_by) == names and sampled_by[0] == names - {"late"}, "each has done its share"
+    assert set.union(*sampled_by) == names and "late" not in sampled_by[0], "each has done its share"
     assert_weights_are_accounted(stage.run, names)
     assert {entry.name for entry in stage.run.iterdir()} <= {*RUN_FILES}, "no variant can take one of these names"
 

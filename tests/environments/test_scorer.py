@@ -12,7 +12,7 @@ import pytest
 
 from rollover.environments.pool import WorkerPool
 from rollover.environments.rater import Rater
-from rollover.environments.rewards import FunctionConfig, MathVerifyConfig, VerifierConfig
+from rollover.environments.rewards import EnvironmentRewardConfig, FunctionConfig, MathVerifyConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.scorer import RewardScorer
 from rollover.environments.scoring import score_once
@@ -261,6 +261,25 @@ def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(WorkerPool, "run", late)
     with_scorer(checked(10.0), one_by_one)
+
+
+def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_other_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replies: list[Any] = [TimeoutError(), 0.5, 2.0]
+
+    async def late_once(pool: WorkerPool, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
+        begin()
+        if isinstance(reply := replies.pop(0), TimeoutError):
+            raise reply
+        return {"values": [reply]}
+
+    async def use(scorer: RewardScorer) -> None:
+        assert [await scorer.score(trajectory(prompt(), "done")) for _ in range(2)] == [0.5, 2.0]
+        assert scorer.num_late == 0
+
+    monkeypatch.setattr(WorkerPool, "run", late_once)
+    with_scorer([RewardSpec(source="s", config=EnvironmentRewardConfig())], use)
 
 
 ODD_REASONS = [

@@ -37,16 +37,17 @@ class RewardSettings(ABC):
     weight: float = 1.0
     """Weight of the reward in the sum of the ``rewards`` of its source. 0 only draws its curve."""
     timeout_s: Changeable[float] = 10.0
-    """Seconds that one scoring may take; then its process is killed, with everything it has started. A ``function``
-    that is late is retried, and then fails its sample. Every other kind scores 0 at once: a response that cannot be
-    judged is not right, and excluding it would favour easy ones. After several late ones it has a tenth of the time."""
+    """Seconds that one scoring may take; then its process is killed, with everything it has started. A ``function``,
+    ``judge`` or ``environment`` that is late is retried, and then fails its sample. Every other kind scores 0 at once:
+    a response that cannot be judged is not right, and excluding it would favour easy ones. After several late ones it
+    has a tenth of the time."""
     workers: Changeable[int] = 2
     """Number of processes that score; the sources share one pool, as large as the largest number requested. 0 scores
     on the event loop, which suits verifiers that take a few microseconds and cannot hang. A ``function`` must be
     ``async`` for that."""
     retries: Changeable[int] = 1
-    """Number of times that a scoring that raised, or a ``function`` that was late, is retried before its sample counts
-    as failed."""
+    """Number of times that a scoring that raised, or a ``function`` or ``environment`` that was late, is retried before
+    its sample counts as failed."""
     pass_score: Changeable[float] = 1.0
     """A response with at least this reward counts as solved in pass@k and in pass rates. Of several ``rewards``, the
     first one decides."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 
@@ -15,6 +15,8 @@ class EnvironmentRewardConfig(RewardSettings):
     Example: after answers with rewards of ``-0.1``, ``None`` and ``1.0`` an episode scores 0.9, and 0 if no turn has a
     reward. An agent's program that ends without posting a reward fails its sample; a truncated episode scores 0 then.
     """
+
+    late_scores_zero: ClassVar[bool] = False
 
     kind: Literal["environment"] = "environment"
     """``"environment"`` chooses the environment's own rewards. For sources with an ``environment``."""

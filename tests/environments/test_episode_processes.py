@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollover.environments.child import Child
 from rollover.environments.episodes import ClassConfig, ToolsConfig, host
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.episodes.agents import SourceEnvironment
@@ -112,6 +113,22 @@ async def test_a_lost_process_costs_no_episode_its_state() -> None:
             await acting.act(episode("+1", "+2", "+3", answers=[first, forged], index=2), 0.0)
     finally:
         await acting.close()
+
+
+@pytest.mark.real_time
+async def test_a_process_tells_of_each_turn_that_it_repeats() -> None:
+    """So that a long episode has the time of its turns, and not that of one."""
+    settings = asdict(ClassConfig(factory=f"{HERE}:Counter"))
+    child = await Child.start("rollover.environments.episodes.worker", {"environment": settings}, "process")
+    action = {"text": "+1", "token_ids": []}
+    history = [(action, {"text": text, "reward": 1.0}) for text in ("6", "7")]
+    turn = {"key": "g0.0", "row": {"start": 5}, "seed": 7, "num_turns": 2, "history": history, "action": action}
+    child.send({"id": 3, **turn})
+    found = [await child.receive()]
+    while "text" not in found[-1]:
+        found.append(await child.receive())
+    assert found[:-1] == [{"id": 3, "repeated": True}] * 2 and found[-1]["text"] == "8"
+    await child.end()
 
 
 @pytest.mark.real_time

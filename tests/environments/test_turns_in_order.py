@@ -68,6 +68,9 @@ class Process:
             if self._held.get(key, -1) != number and message.get("history") != number:
                 self._answers.put_nowait({"id": message["id"], "missing": True})
                 continue
+            for _ in range(message.get("num_repeated", 0)):
+                await asyncio.sleep(SLOW.seconds)
+                self._answers.put_nowait({"id": message["id"], "repeated": True})
             self._held[key] = -9 if fate.what == "cling" else number + 1
             Process.num_stepped += 1
             if fate.seconds:
@@ -108,6 +111,25 @@ FATES = st.one_of(
 
 EPISODES = st.tuples(st.sampled_from([0.0, 0.0, 6.0]), st.lists(FATES, min_size=1, max_size=3))
 DONE, SLOW, DIES = Fate("", 0.0), Fate("", 4.9), Fate("die", 0.0)
+
+
+def test_each_repeated_turn_of_a_lost_episode_has_the_time_of_a_turn() -> None:
+    async def play() -> list[str]:
+        process, found = EpisodeProcess({"turn_timeout_s": TIMEOUT_S}, 1), list[str]()
+        for number, fate in ((9, SLOW), (10, Fate("hang", 3600.0))):
+            turn = {"key": "long", "num_turns": number, "action": fate}
+            try:
+                answer = await process.answer(turn, lambda number=number: {"history": number, "num_repeated": number})
+                found.append(answer["text"])
+            except RewardError as error:
+                found.append(str(error))
+        await process.close()
+        return found
+
+    Process.num_started = 0
+    with mock.patch.object(host, "Child", Process):
+        assert run(play()) == ["long.9", REASONS["hang"]]
+    assert Process.num_started == 1
 
 
 @settings(max_examples=200)

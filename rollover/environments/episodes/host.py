@@ -1,11 +1,12 @@
 """Processes that hold environments, seen from the run: which process answers a turn, and what happens when one dies.
 
 An episode has its process. One that answers a turn at a time is sent all turns as they come, so that it never waits for
-the run; if a turn is late, counted from the answer before it, or the process dies, the first unanswered turn fails its
-sample, and a new process gets the others. Where several turns are answered at the same time, a turn that is late fails
-its sample; the others are answered to their end while a new process takes new turns. If that process dies, or one turn
-lets it do nothing else, nobody knows whose fault it is: each is then tried once more, alone. A turn that fails alone
-fails its sample. No other sample ever fails with it, since a lost episode is repeated from its record.
+the run; if a turn is late, counted from the answer before it or from the last turn repeated for it, or the process
+dies, the first unanswered turn fails its sample, and a new process gets the others. Where several turns are answered at
+the same time, a turn that is late fails its sample; the others are answered to their end while a new process takes new
+turns. If that process dies, or one turn lets it do nothing else, nobody knows whose fault it is: each is then tried
+once more, alone. A turn that fails alone fails its sample. No other sample ever fails with it, since a lost episode is
+repeated from its record.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class EpisodeProcess:
         return number, answer
 
     def _watch(self, life: _WorkerLife) -> None:
-        """Begin the time of the first turn that is not answered."""
+        """Begin the time of the first turn that is not answered, or of the next turn that is repeated for it."""
         if life.timer is not None:
             life.timer.cancel()
         later = asyncio.get_running_loop().call_later
@@ -171,7 +172,8 @@ class EpisodeProcess:
         try:
             while True:
                 message = await life.child.receive()
-                answer = life.asked.pop(message.pop("id", -1), None)
+                number = message.pop("id", -1)
+                answer = None if "repeated" in message else life.asked.pop(number, None)
                 if self._is_serial:
                     self._watch(life)
                 if answer is not None and not answer.done():

@@ -4,7 +4,8 @@ DESCRIPTOR``, started by ``host.py``.
 The first line in has the settings of the environment. Then each line in is a turn to answer, or an episode to forget,
 and each line out the answer to a turn with the same ``id``. A line of an ``id`` alone asks which episodes' turns are
 being answered. A turn names how many turns came before it. If this process does not have the episode at that point, it
-asks for what is recorded (``{"missing": true}``), and brings the episode back as its settings say.
+asks for what is recorded (``{"missing": true}``), and brings the episode back as its settings say. After each turn that
+it repeats for that, it writes a line with ``repeated``, since a turn has the time of one answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import random
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -52,12 +53,18 @@ class _Held:
 class Holder:
     """Answers turns of episodes.
 
+    Args:
+        repeated: called with the turn to answer after each turn that is repeated before it.
+
     Example: ``Holder(config).answer({"key": "g0.1", "row": {}, "seed": 7, "num_turns": 0, "action": {"text": "up",
     "token_ids": []}})`` begins an episode, and answers its first turn.
     """
 
-    def __init__(self, config: EnvironmentSettings) -> None:
+    def __init__(
+        self, config: EnvironmentSettings, repeated: Callable[[Mapping[str, Any]], None] = lambda request: None
+    ) -> None:
         self._config = config
+        self._repeated = repeated
         self._held: dict[str, _Held] = {}
         if isinstance(config, ClassConfig):
             import_function(config.factory)  # the time of an import is not an answer's
@@ -113,6 +120,7 @@ class Holder:
         if self._config.recovers_by == "replay":
             for number, (action, recorded) in enumerate(request.get("history", ())):
                 self._repeat(live, number, action, recorded)
+                self._repeated(request)
         return held
 
     def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
@@ -161,7 +169,7 @@ def main() -> None:
     limit_memory(settings["max_memory_gib"])
     try:
         config = kinds(EnvironmentConfig)[settings["kind"]](**settings)
-        holder = Holder(config)
+        holder = Holder(config, lambda request: send(request["id"], {"repeated": True}))
     except DataError as error:
         channel.send({"error": str(error)})
         return

@@ -180,8 +180,9 @@ def test_a_lost_episode_is_repeated_and_a_difference_is_refused() -> None:
     assert "repeated after a restart, it answered turn 2 with" in again["reason"]
 
 
-def test_a_prompt_that_reset_writes_otherwise_after_a_restart_is_refused() -> None:
-    config = ClassConfig(factory=f"{HERE}:Opens", reset_in_prompt=True)
+@pytest.mark.parametrize("recovery", ["replay", "none"])
+def test_a_prompt_that_reset_writes_otherwise_after_a_restart_is_refused(recovery: Any) -> None:
+    config = ClassConfig(factory=f"{HERE}:Opens", reset_in_prompt=True, recovery=recovery)
     turn = {"text": "", "token_ids": []}
     request = {"key": "g0.0", "row": {"opening": "'a board'"}, "seed": 7, "num_turns": 1, "action": turn}
     history = [(turn, {"text": "a board", "reward": None})]

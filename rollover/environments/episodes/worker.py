@@ -117,10 +117,11 @@ class Holder:
         randomness.take_over()
         live = self._config.begin(request["row"], request["seed"], request.get("state", ""))
         held = self._held[request["key"]] = _Held(live, randomness, request["seed"], request["num_turns"])
-        if self._config.recovers_by == "replay":
-            for number, (action, recorded) in enumerate(request.get("history", ())):
-                self._repeat(live, number, action, recorded)
-                self._repeated(request)
+        num_repeated = {"replay": request["num_turns"], "none": int(self._config.writes_prompts)}
+        past = request.get("history", ())[: num_repeated.get(self._config.recovers_by, 0)]
+        for number, (action, recorded) in enumerate(past):
+            self._repeat(live, number, action, recorded)
+            self._repeated(request)
         return held
 
     def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:

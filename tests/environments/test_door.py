@@ -26,6 +26,7 @@ from rollover.environments.episodes.conversation import (
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
+from rollover.errors import RewardError
 from tests.environments.test_agents import Plain
 from tests.environments.test_interleavings import Connection
 from tests.speed import within
@@ -117,6 +118,16 @@ def test_a_reply_has_the_calls_of_the_turn_under_ids_that_follow_from_it() -> No
     assert (reply(broken, tools=[CALC]).content, reply(broken, tools=[CALC]).calls) == (broken, ())
     stopped = ChatRequest(messages=[], stop=("\n",))
     assert reply_to(stopped, "a\nb", call_reader("hermes"), number=1, sizes=(1, 1)).content == "a"
+
+
+def test_calls_that_no_request_could_repeat_are_text_or_named() -> None:
+    deep = CALL.replace("1", "[" * 200 + "]" * 200)
+    assert (reply(deep, tools=[CALC]).content, reply(deep, tools=[CALC]).calls) == (deep, ())
+    read, asked = call_reader("tests.environments.games:give"), ChatRequest(messages=[], may_call=True)
+    with pytest.raises(
+        RewardError, match=r"environment\.parser: the arguments of a call are no JSON \(Object of type set"
+    ):
+        reply_to(asked, "[('calc', {'a': {1}})]", read, number=1, sizes=(1, 1))
 
 
 async def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any) -> Asked:

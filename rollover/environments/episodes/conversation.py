@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rollover.environments.episodes.base import RefusedAnswer
 from rollover.environments.episodes.tools import ToolCall
 
 _ROLES = {"system", "user", "assistant", "tool"}
@@ -212,10 +213,19 @@ class ChatReply(NamedTuple):
 def reply_to(
     request: ChatRequest, text: str, read: Callable[[str], Sequence[ToolCall]], *, number: int, sizes: tuple[int, int]
 ) -> ChatReply:
-    """Return a turn of the model as the reply to a request. ``sizes``: the tokens before the turn, and its own."""
+    """Return a turn of the model as the reply to a request. ``sizes``: the tokens before the turn, and its own. Raises
+    ``RefusedAnswer`` if a parser of the user's returns what JSON does not have."""
     for stop in request.stop:
         text = text.partition(stop)[0] if stop else text
     calls = tuple(read(text)) if request.may_call else ()
     if not calls or any(call.problem for call in calls):
         return ChatReply(number, text, (), *sizes)
-    return ChatReply(number, text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else "", calls, *sizes)
+    said = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+    reply = ChatReply(number, said, calls, *sizes)
+    try:
+        _ = reply.message
+    except (RefusedRequest, RecursionError):  # its calls are nested too deep to come back in a request
+        return ChatReply(number, text, (), *sizes)
+    except (TypeError, ValueError) as error:
+        raise RefusedAnswer(f"environment.parser: the arguments of a call are no JSON ({error})") from None
+    return reply

@@ -123,6 +123,8 @@ class Ledger:
         """Tokens without a gradient, for each batch that was trained."""
         self.skipped: set[int] = set()
         """Steps whose batches are to be skipped."""
+        self.has_started = False
+        """True if a sample has started since a new batch was last handed out."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
         self.num_consumed = 0
@@ -233,6 +235,7 @@ class Ledger:
         sample = group.samples[sample_id.index]
         assert sample.state in STARTABLE, f"{sample_id} is {sample.state}"
         self._leave(sample_id, sample)
+        self.has_started = True
         sample.state = RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
@@ -352,6 +355,7 @@ class Ledger:
                 for sample in group.samples:
                     sample.pack()
             self.batches[step] = group_ids
+            self.has_started = False
         self._account(step, +1)
         self.next_step += 1
 

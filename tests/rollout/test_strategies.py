@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from rollover.batch import Batch, WasteCause
 from rollover.engine.base import Capabilities
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
+from rollover.rollout.round import ONE_BY_ONE
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import Rollover
-from rollover.types import SampleId
+from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import NAMES, ParityScorer, Rig, assert_trainable, config_of, lognormal, play, strategy_of
-from tests.rollout.test_ledger import ABORT, STOP, ended, opened, scored, started
+from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, failed, opened, restarted, scored, started
 
 N, G = 2, 2
 
@@ -91,6 +93,27 @@ def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:
     for said, told in ((None, 30.0), (7.0, 7.0), (math.inf, math.inf)):
         made = config_of("rollover", prefill_tokens_per_iteration=said).build_strategy(engine)
         assert isinstance(made, Rollover) and made.prefill_tokens_per_iteration == told
+
+
+def test_a_round_is_full_once_no_group_of_it_is_open_and_then_gives_all_its_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise groups that act or await a reward while nothing is decoded always miss the first batch."""
+    monkeypatch.setattr(Rollover, "round", lambda self, view: replace(ONE_BY_ONE, num_batches=3))
+    strategy, state = strategy_of("rollover", rollout_batch_size=N, group_size=G), state_with(num_ready=2 * N)
+    a, b, later = SampleId(2 * N, 0), SampleId(2 * N, 1), SampleId(2 * N + 1, 0)
+    state.apply(opened(a.group, size=G))
+    acts = [started(a), ended(a, 3, FinishReason.TURN), started(b), restarted(0), started(b), ended(b, 3, STOP)]
+    for event in [*acts, failed(a), scored(b)]:
+        assert strategy.select_batch(state.view) is None, f"there is a batch before {event}"
+        state.apply(event)
+    chosen = strategy.select_batch(state.view)
+    assert chosen is not None
+    for event in (consumed(0, *chosen), opened(later.group, size=G)):
+        state.apply(event)
+        assert strategy.select_batch(state.view) is not None and strategy.groups_to_open(state.view) == 0
+    state.apply(started(later))  # a new round
+    assert strategy.select_batch(state.view) is None
 
 
 def test_parked_before_fresh_and_oldest_group_first() -> None:

@@ -191,5 +191,8 @@ class RolloverConfig(StrategyConfig):
 
 
 def _is_collected(view: View, batch_size: int) -> bool:
-    """Return whether a round has been collected and is being trained: nothing runs, and there is a batch."""
-    return not view.ledger.running and len(view.ledger.ready) >= batch_size
+    """Return whether a round has been collected: there is a batch, and either all groups are whole or batches of the
+    round have been trained. While a sample acts, awaits its reward or can start, its group may need to be in the mix
+    of the first batch."""
+    ledger = view.ledger
+    return len(ledger.ready) >= batch_size and not (ledger.open and ledger.has_started)

@@ -103,6 +103,17 @@ def delegates(row: Row) -> None:
     ask([*question, plan, {"role": "user", "content": " ".join(said)}])
 
 
+def gives_up(row: Row) -> None:
+    """Posts a reward, and ends without the reply to its request."""
+    post("/reward", {"reward": 1.0})
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    connection.request("POST", url.path + "/chat/completions", body, head)
+    connection.getresponse()  # which begins while the reply is awaited
+
+
 def differs(row: Row) -> None:
     ask([{"role": "user", "content": os.urandom(4).hex()}])
 

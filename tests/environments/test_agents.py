@@ -209,6 +209,17 @@ async def test_a_program_that_has_to_post_a_reward_fails_its_sample_otherwise() 
     await actor.close()
 
 
+async def test_a_program_that_ends_without_the_reply_to_its_request_fails_its_sample() -> None:
+    async with acting("gives_up") as actor:
+        first = await actor.act(episode(), 0.0)
+        life = actor._agents._lives[SampleId(0, 0)]
+        assert await life.exited == 0
+        while life.guest.turns[1].num_listening:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RewardError, match="turn 1: the program ended before the reply to its request came"):
+            await actor.act(episode("r", answers=[first]), 0.0)
+
+
 async def test_the_end_of_an_episode_ends_all_that_its_program_started() -> None:
     async with acting("forks") as actor:
         process = int(content(await actor.act(episode(), 0.0)))

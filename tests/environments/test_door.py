@@ -220,6 +220,21 @@ async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None
     assert (replies, guest.waiting) == (["b", "c"], [])
 
 
+async def test_a_reply_is_heard_by_a_connection_that_comes_for_it_later() -> None:
+    door, guest, connections = Door(), Guest(), list[Connection]()
+    key = door.let_in(guest)
+    for _ in range(2):
+        connections.append(Connection(door, key, "/chat/completions", {"messages": [user("a")]}, 0))
+        await asyncio.sleep(0.1)
+        if guest.waiting:
+            connections[0].gone.set()
+            await connections[0].task
+            tell(guest, "b")
+            assert not guest.has_heard
+    await connections[1].task
+    assert guest.has_heard and len(guest.turns) == 1
+
+
 class Held(Plain):
     """Takes a long text up, and writes it out when it may."""
 

@@ -112,7 +112,7 @@ class _Life:
         guest = self.guest
         await self.wait(lambda: guest.waiting, timeout_s)
         if self.exited.done():
-            if guest.waiting:
+            if guest.waiting or not guest.has_heard:
                 raise RewardError("the program ended before the reply to its request came")
             return None
         if not guest.waiting:

@@ -153,6 +153,7 @@ class Door:
                     return
                 if not asked.reply.done():
                     await response.wait()
+            asked.was_heard = True
             await response.end(guest.refused() if asked.reply.cancelled() else asked.reply.result())
         finally:
             asked.num_listening -= 1

@@ -32,7 +32,7 @@ class Asked:
     num_listening: int = 0
     """Number of connections that wait for the reply: several if the client has tried again."""
     was_heard: bool = False
-    """True if a connection was there when the reply came."""
+    """True if a connection was there when the reply came, or has come for it since."""
 
     @property
     def is_lost(self) -> bool:
@@ -150,6 +150,11 @@ class Guest:
         self.said[turn] = Said([*asked.request.messages, reply.message], asked.request.tools, last_id)
         asked.was_heard = asked.num_listening > 0
         asked.reply.set_result(reply)
+
+    @property
+    def has_heard(self) -> bool:
+        """Return whether a connection has got the reply of the newest turn, if there is any."""
+        return not self.turns or self.turns[max(self.turns)].was_heard
 
     def leave(self, refusal: str = "the episode is over") -> None:
         """Refuse the open requests and all later ones."""

@@ -422,6 +422,16 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
+    def limited_tokens(self) -> int:
+        """Return the number of tokens that the limit of a response counts: those of an episode's longest path with what
+        was observed on it, or all that were sampled if these are more."""
+        parents, ends = self.parents, list[int]()
+        for turn, ids in enumerate(self.turns):
+            before = ends[parents[turn - 1]] + len(self.observations[turn - 1].token_ids) if turn else 0
+            ends.append(before + len(ids))
+        return max(self.num_tokens, *ends, 0)
+
+    @property
     def oldest_version(self) -> int | None:
         """Return the version of the oldest sampled token; ``None`` while there is none."""
         return min((s.policy_version for s in self.segments if s.token_ids), default=None)

@@ -18,11 +18,11 @@ from rollover.errors import DataError
 from rollover.types import MAX_REWARD
 
 
-def shaping(algorithm: Algorithm, lengths_B: Tensor, *, max_response_tokens: int) -> Tensor:
-    """Return what the algorithm adds to the rewards, the overlong punishment for their response lengths, ``[B]``,
-    float64."""
-    punishments = [algorithm.overlong_punishment(max_response_tokens, n) for n in lengths_B.tolist()]
-    return lengths_B.new_tensor(punishments, dtype=torch.float64)
+def shaping(algorithm: Algorithm, limited_B: Tensor, *, max_response_tokens: int) -> Tensor:
+    """Return what the algorithm adds to the rewards, the overlong punishment for as many tokens as their limit
+    counts, ``[B]``, float64."""
+    punishments = [algorithm.overlong_punishment(max_response_tokens, n) for n in limited_B.tolist()]
+    return limited_B.new_tensor(punishments, dtype=torch.float64)
 
 
 def compute_advantages(

@@ -96,7 +96,7 @@ class AlgorithmConfig:
     (REINFORCE++)."""
     overlong_buffer: float | None = None
     """Final share of the response budget over which a soft penalty falls from 0 to -1 (DAPO; 0.2 is its 4096 of 20480
-    tokens); 0 disables it."""
+    tokens); 0 disables it. Of an episode, the observed tokens count too, as for the budget."""
     mask_truncated: bool | None = None
     """Do not train samples that were cut off by their token budget; they still count in the baseline and the
     denominators."""

@@ -218,7 +218,7 @@ class Algorithm:
         """Compute DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4) of a response of ``num_tokens``.
 
         With ``Lc = overlong_buffer * max_response_tokens`` it is 0 up to ``max - Lc`` tokens and falls linearly to -1
-        at ``max``. A truncated response has ``max`` tokens.
+        at ``max``. A truncated response has ``max`` tokens; an episode may have fewer if the answer did not fit.
         """
         if self.overlong_buffer == 0:
             return 0.0

@@ -155,7 +155,7 @@ def of_batch(batch: Batch, shaping: Callable[[int], float]) -> tuple[TrainedSamp
     found = []
     for t in batch.trajectories:
         own = {each.name: getattr(t, each.name) for each in fields(Trajectory)} | {"reward": t.reward or 0.0}
-        found.append(TrainedSample(**own, step=batch.step, shaping=shaping(t.num_tokens)))
+        found.append(TrainedSample(**own, step=batch.step, shaping=shaping(t.limited_tokens)))
     return compared(found)
 
 

@@ -70,6 +70,10 @@ class SampleRecord:
             observations=tuple(observation.unpacked() for observation in self.observations),
         )
 
+    @property
+    def limited_tokens(self) -> int:
+        return self.trajectory.limited_tokens if self.observations else self.num_tokens
+
     def pack(self) -> None:
         """Hold the tokens in little memory, now that they are only kept for a restart."""
         self.segments = [segment.packed() for segment in self.segments]

@@ -75,7 +75,8 @@ class GroupRules:
     compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward
     """Returns what ``keep_group`` gets of a sample."""
     shaping: Callable[[int], float] = lambda num_tokens: 0.0
-    """Returns what the algorithm adds to the reward of a response with this number of tokens before it compares."""
+    """Returns what the algorithm adds to the reward of a response with this number of tokens before it compares; those
+    that were observed count too, as for the limit."""
     passes_over: Callable[[Prompt], bool] = lambda prompt: False
     """Returns whether a prompt of the source is left out."""
 
@@ -352,7 +353,7 @@ class Scheduler:
             self.failed(sample_id, f"its reward is {reward}: not a finite number within {MAX_REWARD:g}", now_s)
             return
         self._num_failed_in_a_row = 0
-        shaping = self._rules.shaping(self.ledger.sample(sample_id).num_tokens)
+        shaping = self._rules.shaping(self.ledger.sample(sample_id).limited_tokens)
         if isinstance(reward, Score):
             event = SampleScored(now_s, sample_id, float(reward), shaping, reward.components, reward.solved)
         else:

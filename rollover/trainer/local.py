@@ -275,7 +275,7 @@ class LocalTrainer:
             with self._policy.reference() as reference:
                 ref_T = forward(reference, minis, "reference log-probs")
         most, components, turns = self._setup.max_response_tokens, None, None
-        shaping_B = shaping(self._algorithm, data.lengths_B, max_response_tokens=most)
+        shaping_B = shaping(self._algorithm, data.limited_B, max_response_tokens=most)
         if data.components_2BK is not None:
             values_BK, weights_BK = data.components_2BK
             components = ComponentRewards(values_BK, weights_BK, shaping_B)

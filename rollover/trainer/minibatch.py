@@ -46,6 +46,8 @@ class BatchTensors:
     """Rewards as scored, float64."""
     lengths_B: Tensor
     """Number of sampled tokens of each sample."""
+    limited_B: Tensor
+    """Number of tokens of each sample that its limit counts."""
     group_B: Tensor
     baseline_B3: Tensor | None
     """``Baseline`` of each sample, if samples are groups of their own."""
@@ -105,6 +107,7 @@ class BatchTensors:
             paths_per_group=tuple(sum(part) for part in np.split(num_paths, np.cumsum(sizes)[:-1])),
             rewards_B=put(rewards, torch.float64),
             lengths_B=put(lengths, torch.int64),
+            limited_B=put([t.limited_tokens for t in trajectories], torch.int64),
             group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
             baseline_B3=put([g.baseline for g in groups], torch.float64) if groups[0].baseline else None,
             components_2BK=put(_components(trajectories, algorithm.reward_weights), torch.float64)

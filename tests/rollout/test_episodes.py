@@ -17,7 +17,7 @@ from rollover.batch import Batch, WasteCause
 from rollover.engine.base import GenerateRequest
 from rollover.errors import RewardError
 from rollover.rollout.config import Limits
-from rollover.rollout.events import Observed, SampleFailed, SegmentEnded
+from rollover.rollout.events import Observed, SampleFailed, SampleScored, SegmentEnded
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
@@ -114,6 +114,13 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
     assert rig.ledger.tokens.observed_in_batches > 0
     assert max(game.acted.values()) == 1, "no turn is answered twice"
     assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
+
+
+def test_the_length_that_is_punished_is_the_one_that_is_limited() -> None:
+    rig, batches = play(4, environment=Game(), max_new_tokens=LIMIT, shaping=lambda n: -float(n))
+    trained = {t.sample_id: -len(t.response_ids) for b in batches.values() for t in b.trajectories}
+    scored = {e.sample_id: e.shaping for e in rig.events if isinstance(e, SampleScored)}
+    assert trained == {sample_id: scored[sample_id] for sample_id in trained}
 
 
 class Killed(Exception):

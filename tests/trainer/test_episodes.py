@@ -6,19 +6,29 @@ import random
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.losses import policy_loss
-from rollover.batch import Group
+from rollover.batch import Batch, Group
+from rollover.trainer import local
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, StepConstants, split
 from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason, Observation, SampleId, Segment, Trajectory
-from tests.trainer.builders import VOCAB, make_batch, make_folder, make_model, separate_logprobs, to_float64
+from tests.trainer.builders import (
+    VOCAB,
+    make_batch,
+    make_folder,
+    make_model,
+    make_trainer,
+    separate_logprobs,
+    to_float64,
+)
 
 
 def episodes(num_groups: int = 4, *, branch: bool = False) -> list[Trajectory]:
@@ -149,6 +159,21 @@ def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
     masking = resolve(AlgorithmConfig(name="grpo", mask_truncated=True))
     data = BatchTensors.of([group], masking, step=3, device=torch.device("cpu"))
     assert not data.loss_mask_T.any()
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_the_length_that_is_punished_is_of_the_longest_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch: bool
+) -> None:
+    found, lengths = episodes(1, branch=branch), []
+    for t in found:
+        ends = [len(t.before(path[-1])) + len(t.turns[path[-1]]) for path in t.paths]
+        lengths.append(max(t.num_tokens, max(ends) - len(t.prompt.token_ids)))
+    trainer, spy = make_trainer(make_folder(tmp_path), algorithm="dapo"), Mock(wraps=local.shaping)
+    trainer._version = 3
+    monkeypatch.setattr(local, "shaping", spy)
+    trainer.step(Batch(step=3, groups=(Group(group_id=0, prompt=found[0].prompt, trajectories=tuple(found)),)))
+    assert spy.call_args.args[1].tolist() == lengths
 
 
 def test_what_is_observed_before_the_first_turn_is_the_prompt() -> None:

@@ -140,6 +140,8 @@ class Algorithm:
     group_filter: GroupFilter = "none"
     reward_weights: Weights = field(default_factory=dict, hash=False)
     """Given by the run that uses the row, not by the row."""
+    turn_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Given by the run too: the weight of the rewards of turns in the reward of an episode, by source."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -168,7 +170,9 @@ class Algorithm:
 
     def settings(self) -> dict[str, Any]:
         """Return everything in the row that decides how the algorithm trains, by name."""
-        return {key: value for key, value in asdict(self).items() if key not in ("paper", "reward_weights")}
+        return {
+            key: value for key, value in asdict(self).items() if key not in ("paper", "reward_weights", "turn_weights")
+        }
 
     @property
     def needs_ref(self) -> bool:

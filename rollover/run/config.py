@@ -100,9 +100,13 @@ class RunConfig:
 
     @property
     def weighing_algorithm(self) -> Algorithm:
-        """Return the algorithm with the weights of the rewards that it compares."""
+        """Return the algorithm with the weights of the rewards that it compares, and of those of turns."""
         weights = {source.name: {r.component: r.weight for r in source.rewards} for source in self.tasks.train}
-        return replace(resolve(self.algorithm), reward_weights=weights)
+        of_turns = {
+            source.name: sum(reward.weight for reward in source.all_rewards if reward.kind == "environment")
+            for source in self.tasks.train
+        }
+        return replace(resolve(self.algorithm), reward_weights=weights, turn_weights=of_turns)
 
     @property
     def warmup_sources(self) -> tuple[SourceConfig, ...]:

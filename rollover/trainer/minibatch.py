@@ -6,7 +6,7 @@ refer to it by index, and denominators count the whole mini-batch whatever its s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ class BatchTensors:
             components_2BK=put(_components(trajectories, algorithm.reward_weights), torch.float64)
             if ADVANTAGES[algorithm.advantage].by_component
             else None,
-            turns_BK=put(_turn_rewards(trajectories), torch.float64) if by_turn else None,
+            turns_BK=put(_turn_rewards(trajectories, algorithm.turn_weights), torch.float64) if by_turn else None,
             turn_T=put([k for t in trajectories for k, turn in enumerate(t.turns) for _ in turn], torch.int64)
             if by_turn
             else None,
@@ -135,12 +135,13 @@ def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndar
     return table
 
 
-def _turn_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray[Any, Any]:
-    """Return the reward of each turn, ``[B, K]``, with NaN for turns that a sample lacks. What the sample's reward has
-    beyond the rewards of its turns was earned by all of it, and counts for its last turn."""
+def _turn_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> np.ndarray[Any, Any]:
+    """Return the reward of each turn, ``[B, K]``, with NaN for turns that a sample lacks: what the environment gave,
+    times its weight in the sample's reward. What that has beyond this was earned by all of it, and counts for its last
+    turn."""
     table = np.full((len(trajectories), max(max(len(t.turns), 1) for t in trajectories)), np.nan)
     for row, t in enumerate(trajectories):
-        given = [observation.reward or 0.0 for observation in t.observations]
+        given = [weights[t.prompt.source] * (observation.reward or 0.0) for observation in t.observations]
         rewards = (given + [0.0] * len(t.turns))[: max(len(t.turns), 1)]
         assert t.reward is not None
         rewards[-1] += t.reward - sum(given)

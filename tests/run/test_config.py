@@ -47,6 +47,16 @@ def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> N
     assert restore(json.loads(json.dumps(resolved(config))), "config.json") == config
 
 
+def test_the_rewards_of_turns_weigh_what_the_reward_of_their_source_says(tmp_path: Path) -> None:
+    """Without a reward of kind ``environment`` they are no part of the reward, and an advantage must not see them."""
+    both = "rewards = [{ kind = 'environment', weight = 0.1 }, { kind = 'exact' }]"
+    source = "[[tasks.train]]\nkind = 'jsonl'\npath = 'rows.jsonl'\nenvironment = { kind = 'class', factory = 'a:B' }\n"
+    rewards = {"both": both, "one": "reward = { kind = 'environment' }", "none": "reward = { kind = 'exact' }"}
+    tables = "".join(f"{source}name = '{name}'\n{line}\n" for name, line in rewards.items())
+    config = build_config(written(tmp_path, TEXT.replace("[rollout]", f"{tables}[rollout]")))
+    assert config.weighing_algorithm.turn_weights == {"chain_sum": 0, "both": 0.1, "one": 1, "none": 0}
+
+
 def test_the_toml_of_a_config_loads_as_that_config(tmp_path: Path) -> None:
     config = build_config(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
     assert build_config(written(tmp_path, toml.dumps(resolved(config)))) == config

@@ -193,13 +193,13 @@ def test_rewards_of_turns_stand_beside_their_tokens_and_have_the_same_sum() -> N
     siblings = (first, second, *rest)
     data = BatchTensors.of(
         [Group(group_id=0, prompt=first.prompt, trajectories=siblings)],
-        resolve(AlgorithmConfig(name="turn-grpo")),
+        replace(resolve(AlgorithmConfig(name="turn-grpo")), turn_weights={first.prompt.source: 0.1}),
         step=3,
         device=torch.device("cpu"),
     )
     assert data.turns_BK is not None and data.turn_T is not None
     torch.testing.assert_close(data.turns_BK.nansum(1), data.rewards_B)
-    given = [0.0, *[0.5] * first.num_turns][: first.num_turns]
+    given = [0.0, *[0.1 * 0.5] * first.num_turns][: first.num_turns]
     given[-1] += 4.0 - sum(given)
     assert data.turns_BK[0, : first.num_turns].tolist() == given
     for place, trajectory in enumerate(siblings):

@@ -141,7 +141,7 @@ class Algorithm:
     reward_weights: Weights = field(default_factory=dict, hash=False)
     """Given by the run that uses the row, not by the row."""
     turn_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Given by the run too: the weight of the rewards of turns in the reward of an episode, by source."""
+    """Given by the run too: the weight of the rewards of turns in the reward of an episode, by source; 1 for others."""
 
     def __post_init__(self) -> None:
         _check_choices(self)

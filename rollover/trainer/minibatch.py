@@ -141,7 +141,7 @@ def _turn_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
     turn."""
     table = np.full((len(trajectories), max(max(len(t.turns), 1) for t in trajectories)), np.nan)
     for row, t in enumerate(trajectories):
-        given = [weights[t.prompt.source] * (observation.reward or 0.0) for observation in t.observations]
+        given = [weights.get(t.prompt.source, 1.0) * (observation.reward or 0.0) for observation in t.observations]
         rewards = (given + [0.0] * len(t.turns))[: max(len(t.turns), 1)]
         assert t.reward is not None
         rewards[-1] += t.reward - sum(given)

@@ -20,7 +20,7 @@ from rollover.frontier.sweep import MeanOverSeeds
 ROOT = Path(__file__).parent.parent
 COMPARE = "benchmarks/results/compare-2026-11-28.json"
 EQUAL_LAG = "benchmarks/results/rollout-lag-*.json"
-MAP = "benchmarks/results/map-2026-11-28c.json"
+MAP = "benchmarks/results/map-2026-11-29.json"
 MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 THEORY = "benchmarks/results/theory-2026-11-28.json"

@@ -321,6 +321,9 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
     tokens = ledger.tokens
     assert tokens.decoded == sum(_decoded(run)), "a token that was decoded is not in the account"
     assert not ledger.running, "a sample of a finished run is running"
+    if case.packaged and not case.deterministic:  # a deterministic run decodes the open round again, token for token
+        again = {cause: num_tokens for cause, num_tokens in tokens.wasted.items() if cause.is_by_rollout and num_tokens}
+        assert not again, "a turn was decoded again, or a sample failed"
     turns = Counter[tuple[object, int]]()
     ended = Counter[object]()
     for event in runs.events(run):

@@ -21,13 +21,17 @@ class Reply(NamedTuple):
     content: Any
 
 
-def post(route: str, content: Any) -> Reply:
+def begun(route: str, content: Any) -> http.client.HTTPResponse:
     """Without a library: each episode is a process, and to import httpx takes longer than all that most of them do."""
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(url.netloc, timeout=60)
     connection.request("POST", url.path + route, json.dumps(content), head)
-    response = connection.getresponse()
+    return connection.getresponse()
+
+
+def post(route: str, content: Any) -> Reply:
+    response = begun(route, content)
     return Reply(response.status, json.loads(response.read()))
 
 
@@ -106,12 +110,7 @@ def delegates(row: Row) -> None:
 def gives_up(row: Row) -> None:
     """Posts a reward, and ends without the reply to its request."""
     post("/reward", {"reward": 1.0})
-    url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    body = json.dumps({"messages": [{"role": "user", "content": "a"}]})
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
-    connection.request("POST", url.path + "/chat/completions", body, head)
-    connection.getresponse()  # which begins while the reply is awaited
+    begun("/chat/completions", {"messages": [{"role": "user", "content": "a"}]})  # while the reply is awaited
 
 
 def differs(row: Row) -> None:

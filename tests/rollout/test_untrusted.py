@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from rollover.errors import EngineMismatch
 from rollover.rollout.events import GroupDropped
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import FAILED
+from rollover.run.weight_sync import WeightSync
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import NAMES, Rig, assert_trainable, lognormal, make_rig, with_stop
 from tests.virtual_time import VirtualClock
@@ -79,6 +82,32 @@ async def test_what_an_interrupt_leaves_to_be_dropped_is_dropped_by_stop() -> No
     rig.driver.distrust("b", newest)
     await with_stop(rig, asyncio.sleep(0))
     assert versions_of("b", rig.ledger) and max(versions_of("b", rig.ledger)) < newest
+
+
+@pytest.mark.real_time
+async def test_a_failed_check_is_on_record_before_an_interrupt_can_come() -> None:
+    class Interrupted:
+        distrusted: list[tuple[str, int]] = []  # noqa: RUF012
+
+        def distrust(self, name: str, since: int) -> None:
+            self.distrusted.append((name, since))
+
+        async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+            await load()
+            raise asyncio.CancelledError
+
+    async def given(value: Any) -> Any:
+        return value
+
+    weights: Any = SimpleNamespace(manifest=SimpleNamespace(num_bytes=0))
+    publisher: Any = SimpleNamespace(sends=False, stage=lambda source: given(weights), publish=given)
+    trust: Any = SimpleNamespace(has_checked=True, expect=lambda version: None, check=lambda version: given(["b"]))
+    trainer: Any = SimpleNamespace(version=4, weight_source=lambda: None)
+    parts: Any = {"driver": Interrupted(), "notify": print, "measured": lambda name, value: None}
+    sync = WeightSync(trainer=trainer, publisher=publisher, trust=trust, reloads_after_check=False, **parts)
+    with pytest.raises(asyncio.CancelledError):
+        await sync.publish()
+    assert Interrupted.distrusted == [("b", 4)]
 
 
 async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.environments.episodes.agent import AgentConfig
 from rollover.environments.episodes.agents import AgentActor, MessageWriter, SourceEnvironment
-from rollover.environments.episodes.base import EnvironmentSettings, Late, Messages, written
+from rollover.environments.episodes.base import EnvironmentSettings, EnvironmentTimeout, Messages, written
 from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import DataError, RewardError
 from rollover.hf.tokenizer import FastTokenizer
@@ -73,7 +73,7 @@ class EpisodeActor:
                 raise RewardError("reset has ended the episode")
             ids = await written(len(answer["text"]), _write, writer, answer["messages"], trajectory, is_opening)
         except RewardError as error:
-            if isinstance(error, Late) and config.on_timeout == "end" and num_turns:
+            if isinstance(error, EnvironmentTimeout) and config.on_timeout == "end" and num_turns:
                 return Observation((), "", error.earned, FinishReason.LENGTH, now_s)
             where = f"environment of source {trajectory.prompt.source!r}, turn {num_turns}"
             raise RewardError(f"{where}: {error} (prompt {trajectory.prompt.prompt_id})") from None

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rollover.environments.child import Child
 from rollover.environments.episodes.agent import AgentConfig
-from rollover.environments.episodes.base import EnvironmentSettings, Late
+from rollover.environments.episodes.base import EnvironmentSettings, EnvironmentTimeout
 from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, reply_to
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
@@ -117,7 +117,7 @@ class _Life:
             return None
         if not guest.waiting:
             said = "reply" if len(guest.said) > 1 else "start"
-            raise Late(
+            raise EnvironmentTimeout(
                 f"the program asked nothing for {timeout_s:g} s after its {said}, and did not end"
                 " (environment.turn_timeout_s)",
                 guest.reward or 0.0,

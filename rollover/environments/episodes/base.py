@@ -163,7 +163,7 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-class Late(RewardError):
+class EnvironmentTimeout(RewardError):
     """An environment that did not answer a turn within ``turn_timeout_s``. ``earned`` is the reward so far that no
     earlier answer had."""
 

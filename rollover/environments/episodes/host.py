@@ -19,7 +19,7 @@ from itertools import count, repeat
 from typing import Any
 
 from rollover.environments.child import Child
-from rollover.environments.episodes.base import Late
+from rollover.environments.episodes.base import EnvironmentTimeout
 from rollover.environments.scoring import ScoringResult
 from rollover.errors import RewardError
 
@@ -145,7 +145,7 @@ class EpisodeProcess:
         life.child.end()
 
     def _failed(self, reason: str) -> RewardError:
-        return Late(reason) if reason == self._late else RewardError(reason)
+        return EnvironmentTimeout(reason) if reason == self._late else RewardError(reason)
 
     def _retire(self, life: _WorkerLife) -> None:
         """Give a process no new turns, and end it once the others are answered."""

@@ -7,6 +7,7 @@ over a model of that engine, and at the size of a real run. Engines have as many
 `april` has twice as many samples in flight. Utilisation is the mean of running samples over slots. What is asked: a
 tool of 100 ms leaves `april` nine tenths of its utilisation, since a sample whose environment acts holds no slot. How
 many samples in flight that takes is foretold by Little's law and simulated (`--part in-flight`, a minute).
+`--part simulated` repeats what is simulated.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def simulated(workload: Workload, model: ReplicaModel, turn: int, shape: tuple[i
     return found
 
 
+def at_size() -> dict[str, Any]:
+    large = ReplicaModel(c0_s=0.012, b0=108.0, prefill_tokens_per_s=1600 / 0.012)
+    return simulated(Generator(preset("r1-16k"), 0), large, 256, (32, 8), 40)
+
+
 def num_running(in_flight: float, slots: int, turn_s: Callable[[float], float], tool_s: float) -> float:
     """Return how many of the samples in flight run, by Little's law: R = M T(R) / (T(R) + Z), and at most the slots."""
     least, most = 0.0, float(slots)
@@ -135,13 +141,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--part", choices=("all", "in-flight"), default="all")
+    parser.add_argument("--part", choices=("all", "in-flight", "simulated"), default="all")
     options = parser.parse_args()
     shape, turn = (4, 4), 64
-    if options.part == "in-flight":  # over the engine of the record
+    if options.part != "all":  # over the engine of the record
         line = json.loads((Path(__file__).parent / "results/episodes-2026-11-28.json").read_text())["engine"]
         small = ReplicaModel(c0_s=line["c0_s"], b0=line["B0"])
-        found = in_flight(Generator(SHORT, 0), small, turn, shape, 0.1)
+        found = (
+            in_flight(Generator(SHORT, 0), small, turn, shape, 0.1)
+            if options.part == "in-flight"
+            else {"simulated": simulated(Generator(SHORT, 0), small, turn, shape, 100), "simulated at size": at_size()}
+        )
         record = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "engine": line, **found}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps(found, indent=1))
@@ -159,8 +169,7 @@ def main() -> None:
             "decoded": asyncio.run(decoded(folder, turn, shape, options.steps)),
             "simulated": simulated(Generator(SHORT, 0), small, turn, shape, 100),
         }
-    large = ReplicaModel(c0_s=0.012, b0=108.0, prefill_tokens_per_s=1600 / 0.012)
-    found["simulated at size"] = simulated(Generator(preset("r1-16k"), 0), large, 256, (32, 8), 40)
+    found["simulated at size"] = at_size()
     record = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "engine": line, **found}
     record["kept"] = {part: kept(rows) for part, rows in found.items()}
     options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SampleState
 from rollover.rollout.state import RolloutState
+from rollover.types import Trajectory
 from tests.speed import within
 
 LETTERS = "abcdefgh"
@@ -221,6 +222,27 @@ def weights(run: Path, step: int) -> bytes:
     folder = run / "checkpoints" / f"step_{step}"
     (file,) = (path for name in ("model", "adapter_model") if (path := folder / f"{name}.safetensors").is_file())
     return file.read_bytes()
+
+
+def largest_logprob_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
+    """Between the log-probs on record and the trainer's forward pass under the version that each token is labelled
+    with, of which there is a checkpoint; with ``replays``, by the kept sets and routes of the tokens."""
+    import torch
+
+    from rollover.trainer.logprobs import all_logprobs
+    from rollover.trainer.models import open_model
+    from rollover.trainer.packing import TrainingSample, pack
+
+    samples = [path for t in trajectories for path in TrainingSample.all_of(t, replays_routes=True)]
+    samples = samples if replays else [replace(sample, kept=(), routes=()) for sample in samples]
+    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
+    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
+    worst = 0.0
+    for version in versions_T.unique().tolist():
+        model = open_model(run / "checkpoints" / f"step_{version}" if version else initial)
+        logprobs_T = all_logprobs(model, pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+        worst = max(worst, float((logprobs_T - recorded_T)[versions_T == version].abs().max()))
+    return worst
 
 
 # -- processes that die on cue ------------------------------------------------------------------------------------

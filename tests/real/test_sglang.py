@@ -51,7 +51,7 @@ from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.servers import PATIENT, assert_trained_as_drawn, drawn_by_servers
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
-from tests.run.test_train import EVERY_VERSION, largest_logprob_error
+from tests.run.test_train import EVERY_VERSION
 from tests.speed import within
 
 pytestmark = pytest.mark.sglang
@@ -519,7 +519,7 @@ def test_log_probs_of_a_run_are_of_their_version(
         trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
         assert len(runs.batches(run)) == 4
         assert max(v for t in trajectories for v in t.policy_versions) >= 2
-        assert largest_logprob_error(run, model, trajectories) < TOLERANCE
+        assert runs.largest_logprob_error(run, model, trajectories) < TOLERANCE
         assert any(t.num_resumes or len(t.segments) > 1 for t in trajectories)
         assert (max(sum(map(bool, t.turns)) for t in trajectories) > 1) is bool(episodes)
         assert max(len(t.paths) for t in trajectories) == (5 if episodes == TREES else 1)

@@ -37,7 +37,6 @@ from tests.engine.contract import EngineContract, FullEngine, collect, request, 
 from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.servers import PATIENT, RealServer, assert_trained_as_drawn, drawn_by_servers
-from tests.run.test_train import largest_logprob_error
 from tests.speed import within
 
 pytestmark = pytest.mark.vllm
@@ -509,7 +508,7 @@ def test_episodes_go_through_servers(
         assert max(sum(map(bool, t.turns)) for t in trajectories) > 1
         assert max(len(t.paths) for t in trajectories) == (5 if kind == TREES else 1)
         assert_trained_as_drawn(trajectories, drawn)
-        assert largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3
+        assert runs.largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3
 
 
 def test_a_run_survives_a_frozen_and_a_killed_server(

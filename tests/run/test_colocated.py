@@ -137,9 +137,9 @@ def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(experime
         "true",
         "--rollout.strategy",
         "rollover",
-        *COLOCATED,
         "--steps",
         "7",
+        *COLOCATED,
     )
     assert processes.run(*argv, "--run-dir", "whole").code == 0
     cue = Cue(BatchTrained, 4, before=True)  # batches are on record that no checkpoint has seen

@@ -91,15 +91,6 @@ def test_who_begins_to_lie_is_found_with_the_second_window_at_the_latest(num_hon
     assert lies <= 2 * MIN_TOKENS
 
 
-def test_a_resumed_run_finds_a_liar_as_soon_as_a_new_one() -> None:
-    """Windows are not kept over a restart: fewer than 64 tokens of each member go unjudged with it."""
-    members, windows = Members(seed=1, anna=ROUNDING, liar=0.2), DriftWindows(TOLERANCE)
-    assert windows.add(members.batch()) == {}
-    resumed = DriftWindows(TOLERANCE)
-    num_batches = next(i for i in count(1) if resumed.add(members.batch()).keys() == {"liar"})
-    assert num_batches <= 3 * MIN_TOKENS // PER_BATCH
-
-
 def test_dropped_tokens_do_not_count_against_a_returning_member() -> None:
     windows = DriftWindows(TOLERANCE)
     assert windows.add({"liar": Drift(63, 9.0)}) == {}

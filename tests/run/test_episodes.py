@@ -14,7 +14,7 @@ from rollover.types import FinishReason
 from tests import runs
 from tests.report.test_run_report import figures_of
 from tests.run.test_resume import succeeded
-from tests.run.test_train import EVERY_VERSION, LOGPROB_TOLERANCE, largest_logprob_error
+from tests.run.test_train import EVERY_VERSION, LOGPROB_TOLERANCE
 from tests.runs import Cue, Processes
 
 GAME = """\
@@ -234,7 +234,7 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
     found = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
     with_turns = [b.step for b in runs.batches(Path("out")) if any(t.num_turns > 1 for t in b.trajectories)]
     assert with_turns and all(t.reward for t in found)
-    assert largest_logprob_error(Path("out"), Path("model"), found) < LOGPROB_TOLERANCE
+    assert runs.largest_logprob_error(Path("out"), Path("model"), found) < LOGPROB_TOLERANCE
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
     capsys.readouterr()
     assert cli.main(["samples", "out", "--step", str(with_turns[0]), "--show", "12"]) == 0

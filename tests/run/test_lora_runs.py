@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM
 from rollover import cli
 from rollover.run.export import export
 from rollover.trainer.checkpoint import list_checkpoints
-from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import open_model
-from rollover.trainer.packing import TrainingSample, pack
 from tests import runs
 
 LORA = ("--trainer.lora.rank", "4", "--trainer.learning_rate", "0.01", "--checkpoint.every_steps", "2")
@@ -33,19 +31,11 @@ def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
     every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
     assert train("run.toml", "--run-dir", "out", *LORA, *every, "--steps", "4") == 0
     trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
-    samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
-    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
-    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
-    versions = versions_T.unique().tolist()
+    versions = {v for t in trajectories for v in t.policy_versions}
     assert len(versions) > 1
-    for version in versions:
-        folder = Path("model")
-        if version:
-            folder = Path(f"version-{version}")
-            export(Path("out"), folder, step=version)
-        logprobs_T = all_logprobs(open_model(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
-        distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
-        assert float(distance_T.max()) < 1e-4, version
+    for version in versions - {0}:
+        export(Path("out"), Path(f"merged/checkpoints/step_{version}"), step=version)
+    assert runs.largest_logprob_error(Path("merged"), Path("model"), trajectories) < 1e-4
 
 
 @pytest.mark.parametrize("publish", ["merged", "adapter"])
@@ -119,11 +109,3 @@ def test_a_full_checkpoint_is_exported_without_what_only_training_needs(experime
     assert left_out == {"trainer", "trainer.json"}
     ours, theirs = weights(Path("exported")), weights(checkpoint)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_adapters_are_refused_where_they_fit_nothing(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run.toml", "--run-dir", "out", "--trainer.lora.targets", '["query"]', "--steps", "1") == 2
-    assert "trainer.lora.targets names 'query'" in capsys.readouterr().err
-    assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
-    assert train("--resume", "out", "--trainer.lora.rank", "8", "--steps", "3") == 2
-    assert "trainer.lora.rank" in capsys.readouterr().err

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from rollover import cli
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import FORMAT_VERSION, Journal
-from rollover.trainer.logprobs import all_logprobs
-from rollover.trainer.models import open_model
-from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Trajectory
 from tests import runs
 from tests.runs import Cue, Processes
 
 CUT = ("--rollout.top_p", "0.9")
-
-
-def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
-    """Between the log-probs on record and the trainer's log-probs under the version that each token is labelled with."""
-    samples = [path for t in trajectories for path in TrainingSample.all_of(t, replays_routes=True)]
-    samples = samples if replays else [replace(sample, kept=(), routes=()) for sample in samples]
-    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
-    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
-    worst = 0.0
-    for version in versions_T.unique().tolist():
-        model = open_model(run / "checkpoints" / f"step_{version}" if version else initial)
-        logprobs_T = all_logprobs(model, pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
-        worst = max(worst, float((logprobs_T - recorded_T)[versions_T == version].abs().max()))
-    return worst
 
 
 def of_a_killed_run(folder: Path, *argv: str) -> list[Trajectory]:
@@ -54,8 +35,8 @@ def test_a_killed_run_trains_each_token_over_the_set_it_was_drawn_from(
 ) -> None:
     run, trajectories = Path("out"), of_a_killed_run(experiment, "--steps", "6", *CUT, *changes)
     assert all(len(t.kept) == t.num_tokens for t in trajectories)
-    assert largest_error(run, tiny_model, trajectories) < 1e-4
-    assert largest_error(run, tiny_model, trajectories, replays=False) > 0.05, "what is avoided"
+    assert runs.largest_logprob_error(run, tiny_model, trajectories) < 1e-4
+    assert runs.largest_logprob_error(run, tiny_model, trajectories, replays=False) > 0.05, "what is avoided"
     rows = runs.rows(run)
     assert all(row["kept/tokens"] > 1 and 0.8 < row["kept/mass"] < 1 for row in rows)
     assert rows[0]["is_weight/max"] == pytest.approx(1, abs=1e-3)
@@ -68,9 +49,10 @@ def test_a_killed_run_trains_each_token_with_the_experts_that_sampled_it(tmp_pat
         trajectories = of_a_killed_run(tmp_path, "--steps", "4", "--trainer.replay_routes", "true")
         routes = [route for t in trajectories for route in t.routes]
         assert len(routes) == sum(t.num_tokens for t in trajectories)
+        assert all(row["routes/replayed"] == 1 for row in runs.rows(Path("out")))
         assert {len(route) for route in routes} == {2 * 2} and {e for route in routes for e in route} == {*range(8)}
         of_one_version = [t for t in trajectories if len(set(t.policy_versions)) == 1]
-        assert largest_error(Path("out"), folder, of_one_version) < 1e-4
+        assert runs.largest_logprob_error(Path("out"), folder, of_one_version) < 1e-4
 
 
 def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:

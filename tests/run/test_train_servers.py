@@ -59,20 +59,6 @@ def test_a_server_that_reloads_only_part_of_the_weights_stops_the_run(
     assert "does not sample from the trainer's policy" in capsys.readouterr().err
 
 
-def test_a_server_that_reports_log_probs_before_temperature_stops_the_run(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Raw(ModelServer):
-        def _decode(self, name, running):  # type: ignore[no-untyped-def]
-            temperature, running.body["temperature"] = running.body["temperature"], 1.0
-            super()._decode(name, running)
-            running.body["temperature"] = temperature
-
-    with serving(Raw(experiment / "model", context=CONTEXT)) as url:
-        assert train(url) == 2
-    assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
-
-
 def test_ctrl_c_in_a_hung_update_ends_the_run_and_leaves_no_paused_server(experiment: Path) -> None:
     class Hanging(ModelServer):
         async def _post_collective_rpc(self, query, body):  # type: ignore[no-untyped-def]

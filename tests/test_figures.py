@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.test_docs import generator
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -70,9 +71,5 @@ def test_the_records_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_generated_figures_are_what_their_records_say() -> None:
-    path = ROOT / "docs" / "generate_figures.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = generator("generate_figures")
     assert [page for page in module.PAGES if module.render(page) != (ROOT / page).read_text()] == [], "run: make docs"

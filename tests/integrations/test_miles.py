@@ -25,7 +25,7 @@ from rollover.integrations.slime.host import MILES, SLIME
 from rollover.integrations.slime.settings import slime_settings, zero_signal_filter
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
-from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, shows_its_run, slime_over_servers
+from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, slime_over_servers
 from tests.speed import within
 
 FUNCTION = "rollover.integrations.miles.RolloutFn"
@@ -156,10 +156,6 @@ class Process:
         return samples
 
 
-def end(process: Process) -> None:
-    plugin._runs.pop(process.source).close()
-
-
 def test_its_own_staleness_flag_is_the_bound(tmp_path: Path, servers: Farm) -> None:
     changes = {"max_weight_staleness": 1, "rollout_function_path": FUNCTION, "data_source_path": SOURCE}
     process = Process(arguments(tmp_path, servers.port, **changes))
@@ -214,7 +210,8 @@ def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path,
         assert drawn.wait(within(30.0))
         process.source.save(1)
         steps.append(rollout.result(60.0))
-    end(process)
+    process.source.close()
+    process.source.close()
     again = Process(args, start=2)
     servers.restart_count()
     servers.update_weights()
@@ -223,17 +220,6 @@ def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path,
     journaled(tmp_path).ledger.check()
     seen = Counter(sample.index for step in steps for sample in step)
     assert len(seen) == 4 * BATCH * GROUP and set(seen.values()) == {1}
-
-
-def test_the_run_can_be_reported_and_simulated_and_ends_with_its_source(tmp_path: Path, servers: Farm) -> None:
-    args = flags(tmp_path, servers)
-    process = Process(args)
-    for rollout_id in range(4):
-        servers.update_weights()
-        process.generate(rollout_id)
-    process.source.close()
-    process.source.close()
-    shows_its_run(tmp_path / "ckpt/rollover")
 
 
 def test_a_context_that_would_cut_responses_is_refused(tmp_path: Path) -> None:

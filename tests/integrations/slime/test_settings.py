@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.integrations.slime.settings import slime_settings, zero_signal_filter
+from rollover.integrations.slime.settings import slime_settings
 from tests.integrations.slime.kit import LENGTH, arguments
 
 
@@ -108,13 +108,6 @@ def test_an_argument_that_slime_no_longer_has_is_named(tmp_path: Path) -> None:
     del args.sglang_router_ip
     with pytest.raises(ConfigError, match=r"sglang_router_ip is not set.*slime 0\.3"):
         slime_settings(args)
-
-
-def test_slimes_own_filter_of_groups_without_signal_is_known(tmp_path: Path) -> None:
-    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    args = arguments(tmp_path, 1, dynamic_sampling_filter_path=path)
-    slime_settings(args)
-    assert zero_signal_filter(args) and not zero_signal_filter(arguments(tmp_path, 1))
 
 
 def test_another_version_of_slime_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ({"min_p": 0.1}, r"GRPOConfig\.min_p is 0\.1"),
         ({"repetition_penalty": 1.1}, r"GRPOConfig\.repetition_penalty is 1\.1"),
         ({"generation_kwargs": {"length_penalty": 2.0}}, r"generation_kwargs sets length_penalty"),
+        ({"use_vllm": True}, "use_vllm is True, but Rollover opens the engine"),
         ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching is True"),
         (
             {"vllm_importance_sampling_correction": False},
@@ -155,11 +156,6 @@ def test_a_mode_that_drops_stale_responses_is_warned_about(
     assert not caplog.records
     trainer(tiny_model, tmp_path, vllm_importance_sampling_mode="sequence_mask")
     assert [r.message for r in caplog.records if "drops every response" in r.message]
-
-
-def test_vllm_is_refused_before_it_is_opened(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="use_vllm is True, but Rollover opens the engine"):
-        trainer(tiny_model, tmp_path, use_vllm=True)
 
 
 def test_several_processes_and_sharded_weights_are_refused(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Trajectory
 from tests.environments.test_agents import Plain
 from tests.rollout.kit import ON_FULL, Rig, content, make_rig
-from tests.rollout.test_episodes import Killed
-from tests.rollout.test_written_prompts import Unwritten, assert_decoded
+from tests.rollout.test_episodes import Killed, assert_decoded
+from tests.rollout.test_written_prompts import Unwritten
 from tests.virtual_time import run
 
 LIMIT, STEPS, TIMEOUT_S, TRAIN_S = 80, 3, 60.0, 7.0

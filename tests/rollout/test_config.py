@@ -15,31 +15,6 @@ from rollover.settings.toml import Document, parse
 from rollover.sim.strategies import SIMULATED, SimulatedRollout
 from tests.rollout.kit import NAMES, config_of, strategy_of
 
-KEYS = {
-    "over_sampling_batch_size": ({"april", "oversample", "token_budget", "sorted", "tail_rounds"}, 64),
-    "drop_surplus": ({"april"}, True),
-    "num_running": ({"concurrency", "fast_lane", "bounded_async", "inflight", "threshold", "windowed"}, 64),
-    "tokens_per_round": ({"token_budget"}, 100),
-    "staleness_threshold": ({"threshold"}, 0.3),
-    "window_groups": ({"windowed"}, 40),
-    "fast_lane_samples": ({"fast_lane"}, 9),
-    "lag_target": ({"rollover"}, 0.5),
-    "prefill_tokens_per_iteration": ({"rollover"}, 30.0),
-}
-
-
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("name", NAMES)
-def test_an_option_is_refused_where_it_has_no_effect(name: str, key: str) -> None:
-    kinds, value = KEYS[key]
-    data = {"strategy": {"kind": name, key: value}}
-    if name in kinds:
-        assert build(SimulatedRollout, Document(name="x", data=data)) == config_of(name, **{key: value})
-        return
-    with pytest.raises(ConfigError, match=f"x: strategy.{key}: unknown key of kind '{name}'; it belongs to kind") as e:
-        build(SimulatedRollout, Document(name="x", data=data))
-    assert all(repr(other) in str(e.value) for other in kinds)
-
 
 def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
     assert {*SIMULATED} - {*STRATEGIES} == {*SIMULATED_ONLY}

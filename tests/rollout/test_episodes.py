@@ -76,9 +76,9 @@ class Game:
         self.open.discard(sample_id)
 
 
-def assert_episode(trajectory: Trajectory, rig: Rig) -> None:
-    """Every token of every turn is what the engine\'s script has there, and every answer the game\'s."""
-    turn, position, answers = 0, 0, iter(trajectory.observations)
+def assert_decoded(trajectory: Trajectory) -> None:
+    """Every token of every turn is what the engine's script has there."""
+    turn = position = 0
     for segment in trajectory.segments:
         seed = sample_seed(SEED, trajectory.sample_id, turn)
         for token, logprob in zip(segment.token_ids, segment.rollout_logprobs, strict=True):
@@ -86,21 +86,27 @@ def assert_episode(trajectory: Trajectory, rig: Rig) -> None:
             assert logprob == logprob_at(seed, position, segment.policy_version)
             position += 1
         if segment.finish_reason is FinishReason.TURN:
-            turn, position, answer = turn + 1, 0, next(answers)
-            wanted = Game().answer(trajectory.sample_id, turn)
-            assert answer.token_ids == wanted.token_ids or answer.end is FinishReason.LENGTH
-    assert next(answers, None) is None, "an answer without a turn"
+            turn, position = turn + 1, 0
+
+
+def assert_episode(trajectory: Trajectory, game: Game) -> None:
+    """Every token is the engine's, and every answer the game's."""
+    assert_decoded(trajectory)
+    for turn, answer in enumerate(trajectory.observations, start=1):
+        wanted = game.answer(trajectory.sample_id, turn)
+        assert answer.token_ids == wanted.token_ids or answer.end is FinishReason.LENGTH
+    assert len(trajectory.observations) == trajectory.num_turns
     assert trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert len(trajectory.response_ids) <= LIMIT
     assert len(trajectory.turns) == max(1, trajectory.num_turns + (trajectory.segments[-1].finish_reason != "turn"))
 
 
-def assert_good(batches: dict[int, Batch], rig: Rig) -> None:
+def assert_good(batches: dict[int, Batch], rig: Rig, game: Game | None = None) -> None:
     ids = [g.group_id for b in batches.values() for g in b.groups]
     assert len(set(ids)) == len(ids), "a group was trained twice"
     for step, batch in batches.items():
         for trajectory in batch.trajectories:
-            assert_episode(trajectory, rig)
+            assert_episode(trajectory, game or Game())
             assert all(0 <= step - v <= rig.strategy.max_staleness for v in trajectory.policy_versions)
 
 

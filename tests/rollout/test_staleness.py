@@ -143,27 +143,6 @@ def test_a_choice_blind_to_deadlines_breaks_the_bound(batch_size: int, max_stale
     assert _violated(lambda rng: World(batch_size, max_staleness).play(rng, 100, newest_first))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(0, 3))
-def test_every_group_is_consumed_in_time_once_it_is_finished(
-    rng: random.Random, batch_size: int, max_staleness: int
-) -> None:
-    """Whatever state the timing led to, finishing what runs and consuming empties it without a missed deadline."""
-    world = World(batch_size, max_staleness)
-    ledger = world.ledger
-    world.play(rng, 60)
-    for sample_id in list(ledger.running):
-        world.finish(sample_id)
-    for _ in range(ledger.num_unconsumed // batch_size):
-        if len(ledger.ready) < batch_size:
-            break
-        chosen = world.choose(choose_batch, lambda g: g.group_id)
-        assert chosen is not None
-        world.consume(chosen)
-        assert_bounded(ledger, batch_size, max_staleness)
-    assert len(ledger.ready) < batch_size
-
-
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(1, 3))
 def test_preference_rules_where_no_deadline_presses(rng: random.Random, batch_size: int, max_staleness: int) -> None:

@@ -129,16 +129,7 @@ def test_parked_before_fresh_and_oldest_group_first() -> None:
         assert [*strategy_of(name).samples_to_start(state.view)] == expected
 
 
-REFILLING = ("concurrency", "bounded_async", "inflight", "threshold", "windowed", "fast_lane")
 DISCARDING = ("oversample", "tail_rounds")
-
-
-@pytest.mark.parametrize("name", REFILLING)
-def test_fixed_concurrency_is_never_exceeded(name: str) -> None:
-    strategy = strategy_of(name, rollout_batch_size=N, group_size=G, num_running=3)
-    state = state_with(num_open=4)
-    state.apply(started(SampleId(0, 0)))
-    assert len([*strategy.samples_to_start(state.view)]) == 2
 
 
 def test_batches_are_taken_in_order_of_opening() -> None:

@@ -66,15 +66,6 @@ async def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(na
     assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
 
 
-async def test_tokens_from_before_a_version_stay() -> None:
-    rig = make_two("bounded_async")
-    await rig.train(3, train_s=2.0)
-    newest = max(versions_of("b", rig.ledger))
-    await rig.driver.drop_tokens_of("b", lambda: None, since=newest)
-    assert versions_of("b", rig.ledger) and max(versions_of("b", rig.ledger)) < newest
-    await with_stop(rig, asyncio.sleep(0))
-
-
 async def test_what_an_interrupt_leaves_to_be_dropped_is_dropped_by_stop() -> None:
     rig = make_two("bounded_async")
     await rig.train(3, train_s=2.0)
@@ -149,12 +140,3 @@ async def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(
             assert all(s.engine != "b" for t in batch.trajectories for s in t.segments if s.token_ids)
     drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
     assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
-
-
-async def test_samples_of_a_member_found_out_at_the_end_are_dropped_at_once() -> None:
-    rig = make_two("april")
-    await rig.train(2, train_s=2.0)
-    assert versions_of("b", rig.ledger)
-    rig.driver.distrust("b")
-    await with_stop(rig, asyncio.sleep(0))
-    assert not versions_of("b", rig.ledger) and rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] > 0

@@ -342,7 +342,7 @@ async def test_the_response_ends_with_the_token_that_completes_a_stop_string(fol
         seed = unique_seed(folder, 0, (4, 5))
         engine._calls._stop_strings = spelling(server, call_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
         for interval, name in ((1, "a"), (16, "b")):
-            engine._dialect._config = _with_interval(engine._dialect._config, interval)
+            engine._dialect._config = replace(engine._dialect._config, stream_interval_tokens=interval)
             chunks = await collect(engine, request(name, max_new_tokens=60, seed=seed, stop_strings=("<end>",)))
             assert_wellformed(chunks)
             assert tokens(chunks) == scripted(call_seed(seed, 0), 6, str(folder))
@@ -365,12 +365,6 @@ async def test_a_stop_string_over_the_cut_stops_the_call_at_the_server(folder: P
         await asyncio.sleep(0.2)
         assert not server.requests, "it does not decode on for nobody"
         assert engine.stats().num_running == 0
-
-
-def _with_interval(config: VLLMConfig, interval: int) -> VLLMConfig:
-    from dataclasses import replace
-
-    return replace(config, stream_interval_tokens=interval)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
@@ -445,17 +439,6 @@ async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights
         assert sampled[:cut] == [0] * cut
         assert {c.kv_version for c in chunks} == {0}
         assert engine.capabilities.prefill_tokens_per_iteration == math.inf
-
-
-async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, new: Path) -> None:
-    async with serving(folder) as (engine, server):
-        await engine.pause()
-        server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
-        with pytest.raises(EngineError, match=r"did not load weights version 1: .*no such folder"):
-            await engine.load(1, FolderWeights(1, new))
-        await engine.resume()
-        assert (server.version, server.weights) == (label(0), str(folder))
-        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 
 
 async def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:

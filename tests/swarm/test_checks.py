@@ -39,7 +39,6 @@ def checked_swarm() -> tuple[Coordinator, MemberChecks, list[str]]:
 
 
 async def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
-
     hub, checks, _ = checked_swarm()
     asked = 0
 
@@ -61,7 +60,6 @@ async def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
 
 
 async def test_what_is_said_of_a_member_that_is_cut_off_does_not_grow() -> None:
-
     hub, checks, _ = checked_swarm()
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
@@ -78,7 +76,6 @@ async def test_what_is_said_of_a_member_that_is_cut_off_does_not_grow() -> None:
 
 
 async def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
-
     hub, checks, _ = checked_swarm()
     errors = [EngineError("nothing to compare weights version 0 with")]
 
@@ -96,7 +93,6 @@ async def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
 
 
 async def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
-
     hub, checks, _ = checked_swarm()
     answers = [asyncio.get_running_loop().create_future() for _ in range(3)]
     asked = 0
@@ -128,7 +124,6 @@ async def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
 
 
 async def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> None:
-
     hub, checks, _ = checked_swarm()
     begun: list[tuple[int, bool]] = []
     lost = asyncio.Event()
@@ -164,7 +159,6 @@ async def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> Non
 
 
 async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> None:
-
     hub, checks, _ = checked_swarm()
     told: list[tuple[int, bool]] = []
 
@@ -190,7 +184,6 @@ async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew()
 
 
 async def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
-
     hub, checks, _ = checked_swarm()
     asked: list[int] = []
 
@@ -208,7 +201,6 @@ async def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> No
 
 
 async def test_a_verdict_while_the_others_are_away_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
-
     hub, checks, sent_away = checked_swarm()
     checks.distrust("a", "its log-probs are 0.2 nats off")
     assert hub.members["a"].distrust and hub.max_running == 0
@@ -220,7 +212,6 @@ async def test_a_verdict_while_the_others_are_away_ends_no_run(caplog: pytest.Lo
 
 
 async def test_a_member_that_fails_is_sent_away() -> None:
-
     hub, checks, sent_away = checked_swarm()
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:

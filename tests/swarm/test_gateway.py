@@ -9,7 +9,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -65,14 +65,6 @@ HELLO = Hello(protocols=(PROTOCOL,), software="a worker")
 HELD = HeldCall(call_id="a#1.", sample_key="a.", start=0, end=1, is_running=True)
 READY = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
 IDLE = Heartbeat(number=1, num_running=0, tokens_per_s=0.0, mean_running=0.0, num_held=0)
-
-
-def run(law: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await law()
-
-    asyncio.run(main())
 
 
 @asynccontextmanager
@@ -419,7 +411,6 @@ async def test_a_worker_that_is_sending_when_the_run_ends_reads_that_it_ended(tm
 async def test_nothing_is_written_to_a_connection_that_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     async with swarm(tmp_path) as engine:
         client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
         members = engine.coordinator.members

@@ -192,17 +192,6 @@ async def test_a_goodbye_comes_last_and_says_whether_to_come_back(tmp_path: Path
                 await sessions.until(lambda lease=lease: lease in sessions.gone)
 
 
-async def test_a_worker_that_goes_is_found_gone_by_who_speaks_to_it(tmp_path: Path) -> None:
-    async with at_a_gateway(tmp_path) as (place, sessions):
-        async with place.dial(place.token()) as connection:
-            await greeted(connection)
-            await connection.send(NEWS)
-            await sessions.until(lambda: len(sessions.messages[1]) == 2)
-        while sessions.gone != [1]:  # the way may not know yet that nobody listens
-            sessions.say(1, Abort(call_ids=("a",)))
-            await asyncio.sleep(0.01)
-
-
 async def test_a_transport_that_closes_ends_its_connections_and_takes_no_more(tmp_path: Path) -> None:
     async with at_a_gateway(tmp_path) as (place, sessions):
         async with place.dial(place.token()) as connection:

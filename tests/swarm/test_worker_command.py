@@ -28,6 +28,7 @@ ENGINE = [
     *("--engine.max_running", "4", "--engine.max_context_tokens", "128", "--engine.kv_cache_bytes", "4194304"),
     *("--engine.stream_interval_tokens", "4", "--engine.cpu_kernels", "torch"),
 ]
+LAUNCHED = ["--join", "ws://127.0.0.1:1", "--engine.kind", "vllm", "--engine.launch", "true"]
 SETTINGS = {"name": "s", "seed": 3, "max_new_tokens": 40}
 
 
@@ -148,19 +149,7 @@ def test_a_run_with_another_model_ends_a_worker_that_joined_before(
         (["--join", "ws://127.0.0.1:1", "--max_held_tokens", "0"], "max_held_tokens must be positive, got 0"),
         (["--join", "ws://127.0.0.1:1", "--engine.kind", "vllm"], "urls or launch = true"),
         (["--join", "ws://127.0.0.1:1", "--engine.colocated", "true"], "engine.colocated has no effect in a worker"),
-        (
-            [
-                "--join",
-                "ws://127.0.0.1:1",
-                "--engine.kind",
-                "vllm",
-                "--engine.launch",
-                "true",
-                "--deterministic",
-                "true",
-            ],
-            "deterministic = true needs the embedded engine",
-        ),
+        ([*LAUNCHED, "--deterministic", "true"], "deterministic = true needs the embedded engine"),
         (["--join", "wss://127.0.0.1:1", "--ca-file", "none"], "none: holds no readable certificates"),
     ],
 )

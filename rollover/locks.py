@@ -39,7 +39,7 @@ def shared(file: Path) -> Iterator[None]:
 @contextmanager
 def claimed(file: Path) -> Iterator[bool]:
     """Claim ``file`` in order to delete it, unless another process shares it."""
-    with file.open("rb") as opened:
+    with file.open("r+b") as opened:  # NFS locks no file for one process alone that it cannot write
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

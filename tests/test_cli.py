@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,7 +200,17 @@ def test_a_damaged_checkpoint_is_not_measured(work: Jobs, capsys: pytest.Capture
     assert [job for job, _, _ in work.done] == ["train"]
 
 
-def test_a_checkpoint_that_is_measured_is_not_pruned(work: Jobs) -> None:
+def test_a_checkpoint_that_is_measured_is_not_pruned(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def nfs(opened: Any, operation: int) -> None:
+        """Lock as NFS does: for one process alone only what can be written."""
+        is_readable_only = fcntl.fcntl(opened, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if operation & fcntl.LOCK_EX and is_readable_only:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(opened, operation)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     folders = [checkpoint(step) for step in (9, 10)]
     kept: list[list[bool]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import doctest
 import re
 import subprocess
@@ -100,6 +101,11 @@ def test_rollover_train_trains_as_the_command_line_does(experiment: Path) -> Non
 
 
 def test_rollover_train_leaves_nothing_behind_when_the_run_cannot_begin(experiment: Path) -> None:
+    async def notebook() -> None:
+        rollover.train("run.toml", run_dir="out")
+
+    with pytest.raises(rollover.RolloverError, match=re.escape("await asyncio.to_thread(rollover.train, ...)")):
+        asyncio.run(notebook())
     with pytest.raises(rollover.RolloverError, match="nowhere"):
         rollover.train("run.toml", ["--model.path", "nowhere/at-all"], run_dir="out")
     assert not Path("out").exists()

@@ -103,7 +103,7 @@ def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) ->
     if holds_adapters(checkpoint):
         model = run / "merged" / checkpoint.name
         if not model.is_dir():
-            export(run, model)
+            export(run, model, step=int(checkpoint.name.removeprefix("step_")))
     path = ["--model.path", str(model), "--model.scratch", "none", "--sft", "none"]
     return directory.derived_config(run, [*path, *overrides])
 

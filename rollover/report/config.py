@@ -24,7 +24,7 @@ class LoggingConfig:
     """Training steps from one table of samples at W&B and Trackio to the next: a dozen prompts and responses, with
     secrets blanked. 0 sends none."""
     run_name: str | None = None
-    """Name of the run at W&B and Trackio; by default the run directory's name."""
+    """Name of the run at W&B and Trackio, which appends what tells runs apart; by default the run directory's name."""
     progress: Mode = "auto"
     """``auto`` draws bars on a terminal and prints plain lines elsewhere."""
     plain_every_steps: int = 10

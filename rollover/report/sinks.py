@@ -6,7 +6,6 @@ count something else.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,27 +17,34 @@ from typing import TYPE_CHECKING, Any
 from rollover.errors import require
 from rollover.privacy import redacted
 from rollover.report.config import LoggingConfig
-from rollover.report.metrics import MetricRow, Sink
+from rollover.report.metrics import MetricRow, Sink, read_metrics
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 def open_sinks(
-    config: LoggingConfig, run_dir: Path, *, run_config: Mapping[str, Any], resume_step: int | None = None
+    config: LoggingConfig,
+    run_dir: Path,
+    *,
+    run_config: Mapping[str, Any],
+    identity: str,
+    resume_step: int | None = None,
 ) -> tuple[Sink, ...]:
-    """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked. ``resume_step`` is the
-    training step from which a resumed run continues: what an earlier process wrote at that step and after is
-    superseded. Raises ``MissingExtra`` if the tracker's package is not installed."""
+    """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked. ``identity`` is a name
+    that no other run has. ``resume_step`` is the training step from which a resumed run continues: what an earlier
+    process wrote at that step and after is superseded, but for the evaluation of the weights that it continues from.
+    Raises ``MissingExtra`` if the tracker's package is not installed."""
     name = config.run_name or run_dir.resolve().name
     sinks: list[Sink] = []
     if config.tensorboard:
         require("tensorboard", purpose="logging.tensorboard = true")
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
     if config.wandb is not None:
-        sinks.append(WandbSink(config.wandb, name, run_dir, redacted(run_config)))
+        sinks.append(WandbSink(config.wandb, name, identity, run_dir, redacted(run_config)))
     if config.trackio is not None:
-        sinks.append(TrackioSink(config.trackio, name, redacted(run_config)))
+        # Runs of one name are one run there.
+        sinks.append(TrackioSink(config.trackio, f"{name}-{identity.rpartition('-')[2]}", redacted(run_config)))
     return tuple(sinks)
 
 
@@ -62,6 +68,9 @@ class TensorBoardSink:
         if resume_step is not None:
             # Readers drop what earlier files hold at this step and later.
             self._writer.add_event(Event(step=resume_step, session_log=SessionLog(status=SessionLog.START)))
+            for row in read_metrics(log_dir.parent):
+                if row.kind == "eval" and row.step == resume_step:
+                    self.write(row)
 
     def write(self, row: MetricRow) -> None:
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in tagged(row).items()]
@@ -88,14 +97,13 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases. Its own step counter only goes up; ours is logged as a metric and made the x axis."""
 
-    def __init__(self, project: str, name: str, run_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, name: str, identity: str, run_dir: Path, run_config: Mapping[str, Any]) -> None:
         wandb = _tracker("wandb")
         self._table = wandb.Table
         self._run = wandb.init(
             project=project,
             name=name,
-            # The same directory is the same run, even after a resume; names alone may repeat.
-            id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],
+            id=identity,
             resume="allow",
             dir=str(run_dir),
             config=dict(run_config),

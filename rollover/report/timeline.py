@@ -87,6 +87,7 @@ class SampleTrace:
     sample_id: SampleId
     prompt_id: str
     num_prompt_tokens: int
+    """The opening's, if an environment writes the prompt."""
     spans: tuple[DecodedSpan, ...] = ()
     gaps: tuple[Gap, ...] = ()
     acting: tuple[Acting, ...] = ()
@@ -320,7 +321,9 @@ class _Fold:
         acting = Acting(
             start_s=answer.start_s, end_s=answer.end_s, num_tokens=len(answer.token_ids), is_last=answer.end is not None
         )
-        self._change(sample_id, acting=(*self.samples[sample_id].acting, acting))
+        sample = self._change(sample_id, acting=(*self.samples[sample_id].acting, acting))
+        if not sample.num_prompt_tokens:
+            self._change(sample_id, num_prompt_tokens=acting.num_tokens)
         if acting.is_last:
             self.unscored.add(sample_id)
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.errors import ConfigError, missing_extra, require
+from rollover.errors import ConfigError, RunError, missing_extra, require
 from rollover.run import directory, jobs
 from rollover.run.building import build_config
 from rollover.run.config import RunConfig
@@ -20,7 +21,8 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
         run_dir: the run's directory; ``runs/CONFIG-DATE-TIME`` when left out.
 
     Raises:
-        RolloverError: the message says what you can do about it.
+        RolloverError: the message says what you can do about it. In a notebook, whose thread runs an event loop, that
+            is ``await asyncio.to_thread(rollover.train, ...)``.
         Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` continues it.
 
     Example:
@@ -28,6 +30,15 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
         with ``out/report.html`` in it.
     """
     require("torch", purpose="rollover.train")
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RunError(
+            "rollover.train needs a thread without an event loop, and this one runs a loop, as a notebook's does: "
+            "await asyncio.to_thread(rollover.train, ...)"
+        )
     if isinstance(config, RunConfig) and overrides:
         raise ConfigError("overrides are for a file or an experiment: change a RunConfig with dataclasses.replace")
     made = config if isinstance(config, RunConfig) else build_config(config, overrides)

@@ -14,7 +14,7 @@ from rollover.run.sections import ModelConfig
 from rollover.settings import toml
 from rollover.settings.overrides import parse_overrides
 from rollover.settings.plain import resolved
-from rollover.settings.schema import build, kind_at
+from rollover.settings.schema import build, in_full, kind_at, with_kinds
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 """The packaged experiments, each ``NAME.toml``."""
@@ -65,10 +65,11 @@ def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
         raise ConfigError(f"{where}: must be the name of a file or experiment, got {base!r}")
     beside = file.parent / base
     below = find(beside if beside.is_file() else base)
-    if below in (*extending, file):
+    extending = (*extending, file.resolve())
+    if below.resolve() in extending:
         raise ConfigError(f"{where}: {base} extends this file in turn; break the cycle")
-    inherited = _read(below, str(below), (*extending, file))
-    return toml.Document(name=document.name, data=_merged(inherited.data, data), lines=document.lines)
+    inherited = with_kinds(RunConfig, _read(below, str(below), extending).data)
+    return toml.Document(name=document.name, data=_merged(inherited, data), lines=document.lines)
 
 
 def written_kind(config: str | Path, overrides: Sequence[str], section: str) -> str:
@@ -86,7 +87,7 @@ def replaced(config: str | Path, overrides: Sequence[str], layer: SettingsLayer)
     Example: ``("rollout.strategy", "april", "bounded_async")``
     """
     data = _read(find(config), str(config), ()).data
-    given = [override.path for override in parse_overrides(overrides)]
+    given = [in_full(RunConfig, override).path for override in parse_overrides(overrides)]
     for path, new in _leaves(layer.settings):
         old: Any = data
         for key in path:
@@ -109,7 +110,8 @@ def _laid_over(document: toml.Document, layer: SettingsLayer) -> toml.Document:
             # A strategy keeps the file's other keys if the layer names the same kind.
             if inside and (isinstance(value, list) or line[len(path) :] in ((), ("kind",))):
                 del lines[line]
-    return toml.Document(name=document.name, data=_merged(document.data, layer.settings), lines=lines, laid_over=said)
+    data = _merged(with_kinds(RunConfig, document.data), layer.settings)
+    return toml.Document(name=document.name, data=data, lines=lines, laid_over=said)
 
 
 _LONGEST_SHOWN = 60

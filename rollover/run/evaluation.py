@@ -18,7 +18,6 @@ from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
 from rollover.rollout.actions import StartSample
 from rollover.rollout.environment import Environment
-from rollover.rollout.events import SegmentEnded
 from rollover.rollout.generation import generation_request, is_begun_by_environment, sample_seed, turn_sampling
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
@@ -67,34 +66,6 @@ class Evaluation:
         return numbers
 
 
-class IdleSlots:
-    """The slots of an engine that no rollout uses; evaluation takes no others while rollouts go on.
-
-    Example: with ``IdleSlots(64, lambda: 60)``, four of the blocks ``async with slots:`` run at a time.
-    """
-
-    def __init__(self, num_slots: int, num_running: Callable[[], int]) -> None:
-        self._num_slots = num_slots
-        self._num_running = num_running
-        self._num_taken = 0
-        self._freed = asyncio.Event()
-
-    def observe(self, event: object) -> None:
-        """Look again whether there is room after each segment of a rollout."""
-        if isinstance(event, SegmentEnded):
-            self._freed.set()
-
-    async def __aenter__(self) -> None:
-        while self._num_running() + self._num_taken >= self._num_slots:
-            self._freed.clear()
-            await self._freed.wait()
-        self._num_taken += 1
-
-    async def __aexit__(self, *error: object) -> None:
-        self._num_taken -= 1
-        self._freed.set()
-
-
 class Evaluator:
     """Evaluates the weights in the engine, as ``[eval]`` describes it: before the first step, after the last, and every
     ``eval.every_steps`` in between.
@@ -104,7 +75,8 @@ class Evaluator:
         stops: the tokens that end a response.
         on_progress: called with (samples done, samples in all).
         done_version: the version that an earlier process has evaluated already.
-        idle: where an evaluation between the first and the last one decodes beside the training steps, if it does.
+        beside_training: whether an evaluation between the first and the last one lets training go on. Its calls and
+            the rollouts' then take turns in the engine.
     """
 
     def __init__(
@@ -119,7 +91,7 @@ class Evaluator:
         clock: Clock,
         on_progress: Callable[[int, int], None],
         done_version: int | None = None,
-        idle: IdleSlots | None = None,
+        beside_training: bool = False,
     ) -> None:
         self._config = config.eval
         self._num_steps = config.steps
@@ -143,7 +115,7 @@ class Evaluator:
         self._prompts = [source.prompt(i) for source in sources for i in range(source.num_rows)]
         self._num_evaluations = 0
         self._done_version = done_version
-        self._idle = idle
+        self._beside_training = beside_training
         self._beside: asyncio.Task[Evaluation] | None = None
         """An evaluation that goes on while the run trains; of the weights ``_done_version``."""
 
@@ -168,10 +140,10 @@ class Evaluator:
             self._beside = None
         if self.is_due(version):
             self._done_version = version
-            if self._idle is not None and version > 0 and not is_last:
-                self._beside = asyncio.create_task(self.run(self._idle, version=version))
+            if self._beside_training and version > 0 and not is_last:
+                self._beside = asyncio.create_task(self.run(version))
             else:
-                ended.append((version, await self.run(version=version)))
+                ended.append((version, await self.run(version)))
         return ended
 
     async def close(self) -> None:
@@ -180,11 +152,10 @@ class Evaluator:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def run(self, slots: IdleSlots | None = None, *, version: int = 0) -> Evaluation:
+    async def run(self, version: int = 0) -> Evaluation:
         """Evaluate the weights that the engine has, and report pass@1 and pass@k for each k of ``eval.k``.
 
         Args:
-            slots: the slots of the engine that may be used; all of them when left out.
             version: of these weights; members of the engine that have older ones sample nothing.
 
         Raises:
@@ -192,7 +163,7 @@ class Evaluator:
             DataError: a reward function is wrong.
         """
         self._num_evaluations += 1
-        room = slots or asyncio.Semaphore(self._engine.capabilities.max_running)
+        room = asyncio.Semaphore(self._engine.capabilities.max_running)
         ids = [
             [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
             for p, prompt in enumerate(self._prompts)

@@ -45,7 +45,11 @@ def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
     if job == "evaluate" and not config.tasks.eval:
         drawn = all(source.kind == "reasoning_gym" for source in config.tasks.train)
         about = "on newly drawn items" if drawn else "on prompts that it may have been trained on"
-        config = replace(config, tasks=replace(config.tasks, eval=config.tasks.train, keep_eval_out=False))
+        try:
+            tasks = replace(config.tasks, eval=config.tasks.train, keep_eval_out=False)
+        except ValueError as error:
+            raise ConfigError(f"tasks.eval names no source, and those of tasks.train cannot be used: {error}") from None
+        config = replace(config, tasks=tasks)
         notes = (f"tasks.eval names no source: the model is measured {about} (tasks.train)",)
     makes_policy = config.model.scratch is not None or config.sft is not None
     asked = {"train": config.tasks.train, "sft": config.warmup_sources, "evaluate": config.tasks.eval}[job]

@@ -37,7 +37,7 @@ from rollover.run.config import RunConfig, check_capabilities, check_context, ch
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
-from rollover.run.evaluation import Evaluator, IdleSlots
+from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
 from rollover.run.observers import Observer, RunEvent, RunObserver, alarms_to, samples_to
 from rollover.run.prepare import check_model, initial_policy
@@ -90,8 +90,7 @@ async def open_session(
     async with AsyncExitStack() as stack:
         parts = await _open_parts(config, run, progress, stack, skip_batch)
         can = parts.engine.engine.capabilities
-        idle = IdleSlots(can.max_running, lambda: len(parts.state.ledger.running))
-        observe = _observers(config, parts, progress, idle)
+        observe = _observers(config, parts, progress)
         driver = _driver(config, parts, observe)
         stack.push_async_callback(driver.stop)
         run.settle()
@@ -109,7 +108,7 @@ async def open_session(
             on_progress=progress.evaluating,
             done_version=parts.trainer.version if parts.is_evaluated else None,
             # The best checkpoint has to be the weights that were measured, so they must not change meanwhile.
-            idle=idle if overlaps and can.in_flight_update and not config.eval.keep_best else None,
+            beside_training=overlaps and can.in_flight_update and not config.eval.keep_best,
         )
         stack.push_async_callback(evaluator.close)
         scores = Scores(config.best_metric, parts.evaluated)
@@ -166,7 +165,7 @@ async def _open_parts(
 
     checkpoint = latest_checkpoint(run.checkpoints)
     step = step_to_resume(run, checkpoint)
-    sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=step)
+    sinks = open_sinks(config.logging, run.path, run_config=resolved(config), identity=run.identity(), resume_step=step)
     metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
     resuming = run.journal.exists()
     run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
@@ -227,7 +226,7 @@ def _curriculum(config: RunConfig, run: RunDir, *, resuming: bool) -> Curriculum
     return curriculum
 
 
-def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleSlots) -> Observer:
+def _observers(config: RunConfig, parts: _Parts, progress: Progress) -> Observer:
     observers: list[Observer] = [
         RunObserver(
             metrics=parts.metrics,
@@ -237,7 +236,6 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleS
             engine=parts.engine.metrics,
         ),
         alarms_to(progress.message),
-        idle.observe,
     ]
     if config.logging.samples_every_steps and (config.logging.wandb or config.logging.trackio):
         rows = partial(_sample_rows, config, parts)

@@ -23,7 +23,7 @@ class Override:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """Parse ``["--a.b", "1", "--c=2"]`` into overrides. Dashes within a key mean underscores."""
+    """Parse ``["--a.b", "1", "--c=2"]`` into overrides."""
     overrides = []
     rest = iter(arguments)
     for argument in rest:
@@ -34,7 +34,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             text = next(rest, "--")
             if text.startswith("--"):
                 raise ConfigError(f"command line: --{name} needs a value: --{name} VALUE")
-        path = tuple(name.replace("-", "_").split("."))
+        path = tuple(name.split("."))
         if not all(path):
             raise ConfigError(f"command line: {argument!r} is not a key; overrides are --section.key value")
         overrides.append(Override(path=path, text=text))

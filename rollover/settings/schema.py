@@ -59,13 +59,19 @@ def kind_at(schema: type, document: Document, overrides: Sequence[Override], pat
     return several_kinds(types_at(schema, path))[0] if given is None else str(given)
 
 
+def with_kinds(schema: type, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``written`` in which each table of several kinds names its own, if only by default."""
+    data = copy.deepcopy(dict(written))
+    _write_kinds(data, [schema])
+    return data
+
+
 def _overridden(
     schema: type, written: Mapping[str, Any], overrides: Sequence[Override]
 ) -> tuple[dict[str, Any], set[KeyPath]]:
     """Return ``written`` with the overrides applied and all kinds filled in, and the paths of the overrides."""
-    data = copy.deepcopy(dict(written))
-    _write_kinds(data, [schema])
-    overrides = [_in_full(schema, override) for override in overrides]
+    data = with_kinds(schema, written)
+    overrides = [in_full(schema, override) for override in overrides]
     for override in overrides:
         _change_kind(data, schema, override)
     overridden = {_apply(data, schema, override) for override in overrides}
@@ -150,11 +156,15 @@ def _write_kinds(data: Any, annotations: list[Any]) -> None:
             _write_kinds(inner, of_kind(options, inner))
 
 
-def _in_full(schema: type, override: Override) -> Override:
-    """Expand ``--table KIND`` to ``--table.kind KIND``."""
-    options = types_at(schema, override.path)
+def in_full(schema: type, override: Override) -> Override:
+    """Expand ``--table KIND`` to ``--table.kind KIND``, and write the dashes of keys as underscores. Names that the
+    user has chosen keep theirs."""
+    path: tuple[str, ...] = ()
+    for part in override.path:
+        path += (part if types_at(schema, (*path, part)) else part.replace("-", "_"),)
+    options = types_at(schema, path)
     is_short = several_kinds(options) and isinstance(_value(override.text, options), str)
-    return replace(override, path=(*override.path, "kind")) if is_short else override
+    return replace(override, path=(*path, "kind") if is_short else path)
 
 
 def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:

@@ -26,7 +26,7 @@ from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.messages import is_text
 
 Messages = Sequence[Mapping[str, Any]]
-_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 _THOUGHT_END = "</think>"
 _REMEDY = "correct the template, choose another in tasks.chat_template_file, or change the row"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
@@ -151,7 +151,13 @@ class ChatTemplate:
                 "the chat template writes the date of today, with which a resumed run would have other prompts; set "
                 'tasks.chat_template_date = "YYYY-MM-DD"'
             )
-        return _CLOCK.sub(lambda call: json.dumps(day.strftime(call[2])), text)
+        text = _CLOCK.sub(lambda call: json.dumps(day.strftime(call[2])), text)
+        if re.search(r"strftime_now\s*\(", text):
+            raise DataError(
+                "the chat template writes the date of today in a format that it computes, where "
+                "tasks.chat_template_date has no effect: change the call to strftime_now('%Y-%m-%d'), say"
+            )
+        return text
 
     def _render(
         self,

@@ -30,7 +30,9 @@ def _scalars(log_dir: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, sinks=open_sinks(LoggingConfig(), tmp_path, run_config={})) as writer:
+    with MetricsWriter(
+        tmp_path, sinks=open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f")
+    ) as writer:
         writer.write("warmup", 5, 0.1, {"loss": 2.0})
         writer.write("eval", 0, 0.2, {"accuracy/sums": 0.25})
         writer.write("step", 0, 1.0, {"reward/mean": 0.5, "loss": math.nan})
@@ -44,11 +46,14 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_a_resumed_run_as_one_history(tmp_path: Path) -> None:
     for resume_step, values in ((None, {0: 0.0, 1: 0.1, 2: 0.2}), (1, {1: 1.0})):
-        sinks = open_sinks(LoggingConfig(), tmp_path, run_config={}, resume_step=resume_step)
+        sinks = open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f", resume_step=resume_step)
         with MetricsWriter(tmp_path, sinks=sinks) as writer:
             for step, value in values.items():
                 writer.write("step", step, float(step), {"reward/mean": value})
+                if resume_step is None:
+                    writer.write("eval", step, float(step), {"accuracy": value})
     assert _scalars(tmp_path / "tensorboard", "reward/mean") == [(0, 0.0), (1, 1.0)]
+    assert _scalars(tmp_path / "tensorboard", "accuracy") == [(0, 0.0), (1, 0.1)], "of the weights that it goes on from"
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
@@ -59,7 +64,7 @@ def test_a_missing_tracker_says_which_extra_to_install(
     chosen: dict[str, Any] = {tracker: "project"}
     config = LoggingConfig(tensorboard=False, **chosen)
     with pytest.raises(MissingExtra, match=rf"pip install 'rollover\[{tracker}\]'"):
-        open_sinks(config, tmp_path, run_config={})
+        open_sinks(config, tmp_path, run_config={}, identity="run-1f")
 
 
 class _Run:
@@ -109,7 +114,7 @@ def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch
     runs = _fake_tracker(monkeypatch, "wandb")
     config = LoggingConfig(tensorboard=False, wandb="april", run_name="first")
     secret = {"engine": {"api_key": "sk-123"}}
-    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config=secret)) as writer:
+    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config=secret, identity="run-1f")) as writer:
         writer.write("warmup", 3, 0.0, {"loss": 1.0})
         writer.write("step", 0, 1.0, {"loss": 0.5})
     assert runs[0].init["project"] == "april" and runs[0].init["name"] == "first"
@@ -119,20 +124,23 @@ def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch
     assert runs[0].finished
 
 
-def test_one_run_directory_is_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = _fake_tracker(monkeypatch, "wandb")
-    config = LoggingConfig(tensorboard=False, wandb="april", run_name="same")
-    for folder in ("a", "a", "b"):
-        open_sinks(config, tmp_path / folder, run_config={})
-    assert runs[0].init["id"] == runs[1].init["id"] != runs[2].init["id"]
+@pytest.mark.parametrize(("tracker", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_runs_that_differ_only_in_their_identity_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, key: str
+) -> None:
+    runs = _fake_tracker(monkeypatch, tracker)
+    chosen: dict[str, Any] = {tracker: "april"}
+    for identity in ("sync-1f", "sync-1f", "sync-2e"):
+        open_sinks(LoggingConfig(tensorboard=False, **chosen), tmp_path, run_config={}, identity=identity)
+    assert runs[0].init[key] == runs[1].init[key] != runs[2].init[key]
 
 
 def test_trackio_gets_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = _fake_tracker(monkeypatch, "trackio")
     config = LoggingConfig(tensorboard=False, trackio="april")
-    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config={})) as writer:
+    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config={}, identity="run-1f")) as writer:
         writer.write("step", 4, 1.0, {"loss": 0.5})
-    assert runs[0].init["name"] == tmp_path.name
+    assert runs[0].init["name"] == f"{tmp_path.name}-1f"
     assert runs[0].rows == [({"loss": 0.5}, 4)]
 
 
@@ -150,7 +158,7 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
         Trajectory(sample_id=SampleId(3, 1), prompt=prompt, segments=(resumed,), reward=0.0),
     )
     batch = Batch(step=20, groups=(Group(group_id=3, prompt=prompt, trajectories=trajectories),))
-    sinks = open_sinks(LoggingConfig(tensorboard=True, **chosen), tmp_path, run_config={})
+    sinks = open_sinks(LoggingConfig(tensorboard=True, **chosen), tmp_path, run_config={}, identity="run-1f")
     with MetricsWriter(tmp_path, sinks=sinks) as writer:
         observe = samples_to(
             writer, 10, lambda b: table_rows(of_batch(b, lambda n: 0.0), char_tokenizer(), redacted_text)

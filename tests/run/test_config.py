@@ -70,6 +70,13 @@ def test_the_short_form_of_a_strategy_is_extended_like_its_table(tmp_path: Path)
     assert build_config(other).rollout.strategy == SyncConfig()
 
 
+def test_a_kind_that_is_the_default_of_the_extended_file_keeps_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(f"{TEXT}[engine]\nmax_running = 3\n")
+    assert build_config(written(tmp_path, "extends = 'base.toml'\nengine = 'embedded'\n")).engine.max_running == 3
+    other = written(tmp_path, "extends = 'base.toml'\n[engine]\nkind = 'vllm'\nlaunch = true\n")
+    assert build_config(other).engine.max_running == VLLMConfig(launch=True).max_running
+
+
 @pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
 def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
     assert build_config(file.stem) == build_config(file)
@@ -210,11 +217,14 @@ def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -
     [
         ("extends = 3\n", "run.toml:1: extends: must be the name of a file or experiment, got 3"),
         ('seed = 1\nextends = "run.toml"\n', "run.toml:2: extends: run.toml extends this file in turn"),
+        ('extends = "base/b.toml"\n', "b.toml:1: extends: ../run.toml extends this file in turn"),
         ('extends = "quickstrat"\n', "did you mean 'quickstart'"),
     ],
 )
 def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "b.toml").write_text('extends = "../run.toml"')
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_config(tmp_path / "run.toml")
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from rollover.environments.rewards import ExactConfig
-from rollover.errors import DataError, EngineError, RewardError
+from rollover.errors import ConfigError, DataError, EngineError, RewardError
 from rollover.report.metrics import MetricRow
 from rollover.rollout.environment import NoEnvironment
-from rollover.rollout.events import SegmentEnded
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
-from rollover.run.evaluation import Evaluation, Evaluator, IdleSlots
+from rollover.run.evaluation import Evaluation, Evaluator
+from rollover.run.jobs import completed
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
-from rollover.types import Prompt, SampleId
+from rollover.types import Prompt
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing
-from tests.rollout.test_metrics import segment
+from tests.rollout.kit import lognormal, make_rig
 from tests.virtual_time import VirtualClock, run
 
 
@@ -65,7 +66,7 @@ def config(*names: str, **changes: Any) -> RunConfig:
 
 
 def evaluator(
-    engine: FakeEngine, scorer: Scorer | None = None, settings: RunConfig | None = None, idle: IdleSlots | None = None
+    engine: FakeEngine, scorer: Scorer | None = None, settings: RunConfig | None = None, beside_training: bool = False
 ) -> Evaluator:
     settings = settings or config("p")
     return Evaluator(
@@ -77,7 +78,7 @@ def evaluator(
         stops=(),
         clock=VirtualClock(),
         on_progress=lambda done, total: None,
-        idle=idle,
+        beside_training=beside_training,
     )
 
 
@@ -155,34 +156,49 @@ def test_settings_that_cannot_be_met_are_refused(changes: dict[str, Any], messag
         config("p", **changes)
 
 
-def test_an_evaluation_beside_training_takes_idle_slots_only() -> None:
-    engine = FakeEngine(lambda request: 50, max_running=4)
-    running = [4]
+def test_sources_with_several_rewards_do_not_stand_in_for_an_evaluation() -> None:
+    source = JsonlConfig(name="p", path="p.jsonl", rewards=(ExactConfig(), ExactConfig(name="again")))
+    asked = RunConfig(model=ModelConfig(path="model"), tasks=TasksConfig(train=(source,)))
+    with pytest.raises(
+        ConfigError, match=r"tasks.eval names no source, and those of tasks.train cannot be used: .*'p'"
+    ):
+        completed(asked, "evaluate")
 
-    async def main() -> list[int]:
-        idle = IdleSlots(4, lambda: running[0])
-        beside = evaluator(engine, idle=idle, settings=config("p", every_steps=1))
-        assert await beside.run_when_due(1) == []
-        counts = []
-        for running[0] in (4, 2, 4, 1, 0):
-            idle.observe(SegmentEnded(0.0, SampleId(0, 0), segment(1, 1)))
-            await engine.tick()
-            counts.append(engine.stats().num_running)
-        while not (ended := await beside.run_when_due(1)):
-            await engine.tick()
-        [(version, result)] = ended
-        assert (version, len(result.lengths)) == (1, 10)
-        assert {request.least_version for request in engine.requests} == {1}, "no older weights are measured"
-        return counts
 
-    assert run(main()) == [0, 2, 2, 3, 4]
+def test_an_evaluation_beside_training_measures_weights_near_its_own_in_an_engine_that_is_full() -> None:
+    ended: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        rig = make_rig(
+            "bounded_async",
+            max_running=16,
+            rollout_batch_size=4,
+            group_size=4,
+            max_new_tokens=200,
+            length=lognormal(30, 0.8, 200),
+        )
+        settings = replace(config("p", every_steps=10, max_new_tokens=200), steps=30)
+        beside = evaluator(rig.engine, settings=settings, beside_training=True)
+        for version in range(30):
+            await rig.publish(version)
+            start_s = asyncio.get_running_loop().time()
+            for due, result in await beside.run_when_due(version) if version else ():
+                assert due <= result.versions[0], "no older weights are measured"
+                ended.append((due, result.versions[1]))
+            assert asyncio.get_running_loop().time() == start_s, "training does not wait"
+            assert (await rig.driver.next_batch()).step == version
+        await rig.driver.stop()
+
+    run(main())
+    assert [due for due, _ in ended] == [10, 20]
+    assert all(newest < due + 5 for due, newest in ended), ended
 
 
 def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
     engine = FakeEngine(lambda request: 50, auto=True)
 
     async def main() -> list[tuple[int, Evaluation]]:
-        beside = evaluator(engine, idle=IdleSlots(4, lambda: 0), settings=config("p", every_steps=1))
+        beside = evaluator(engine, beside_training=True, settings=config("p", every_steps=1))
         assert await beside.run_when_due(1) == []
         beside.ends_at(1)
         return await beside.run_when_due(1)

@@ -76,9 +76,20 @@ def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experim
     assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
 
 
-def test_a_run_is_exported_and_evaluated(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_exported_and_evaluated(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
-    assert cli.main(["eval", "out", "--run-dir", "measured", "--eval.num_prompts", "4"]) == 0
+    steps = []
+
+    def noted(run: Path, target: Path, *, step: int | None = None) -> Path:
+        steps.append(step)
+        return export(run, target, step=step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rollover.run.export.export", noted)
+        assert cli.main(["eval", "out", "--run-dir", "measured", "--eval.num_prompts", "4"]) == 0
+    assert steps == [2], "the newest may be another one by now"
     assert cli.main(["export", "out", "exported"]) == 0
     assert "step_2" in capsys.readouterr().out
     initial = weights(Path("model"))

@@ -141,13 +141,13 @@ def test_overrides_lie_over_the_document() -> None:
     config = made(
         text,
         *("--steps", "12", "--rollout.group-size=3", "--fast", "true", "--rollout.stops", '["x"]'),
-        *("--sources.1.weight", "2", "--sources.2.name", "c", "--sources.0.config.depth", "5"),
+        *("--sources.1.weight", "2", "--sources.2.name", "c", "--sources.0.config.my-depth", "5"),
     )
     assert config == Run(
         steps=12,
         fast=True,
         rollout=Rollout(group_size=3, stops=("x",)),
-        sources=(Source(name="a", config={"depth": 5}), Source(name="b", weight=2.0), Source(name="c")),
+        sources=(Source(name="a", config={"my-depth": 5}), Source(name="b", weight=2.0), Source(name="c")),
     )
 
 

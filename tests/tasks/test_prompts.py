@@ -11,6 +11,7 @@ from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.template import ChatTemplate
 from tests.environments.words import CHAT, char_tokenizer, ids
 
+DATED = TasksConfig(chat_template_date="2026-11-27")
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -98,7 +99,11 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
         (None, TasksConfig(chat_template_kwargs={"x": 1}), "hi", "tasks.chat_template_kwargs.x needs a chat template"),
         (CHAT, TasksConfig(chat_template_kwargs={"tools": []}), "hi", "chat_template_kwargs.tools is given to every"),
         (f"{{{{ strftime_now('%Y') }}}}{CHAT}", TasksConfig(), "hi", "set tasks.chat_template_date"),
-        (None, TasksConfig(chat_template_date="2026-11-27"), "hi", "tasks.chat_template_date needs a tokenizer with a"),
+        *(
+            (f"{{{{ strftime_now({format}) }}}}{CHAT}", DATED, "hi", "the date of today in a format that it computes")
+            for format in ("y", "format='%Y'", '"%Y" ~ "-%m"')
+        ),
+        (None, DATED, "hi", "tasks.chat_template_date needs a tokenizer with a"),
         (
             CHAT,
             TasksConfig(chat_template_file="none.jinja"),

@@ -7,9 +7,9 @@ import pytest
 
 from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
-from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded
+from rollover.rollout.events import Event, GroupDropped, GroupOpened, Observed, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId
+from rollover.types import FinishReason, Observation, Prompt, SampleId
 from rollover.workload.source import read_run
 from rollover.workload.trace import TracePrompt
 from tests.segments import segment
@@ -50,6 +50,22 @@ def test_a_response_is_as_long_as_its_segments_together(tmp_path: Path) -> None:
         TracePrompt(prompt_id="a", prompt_tokens=3, lengths=(9, 40)),
         TracePrompt(prompt_id="b", prompt_tokens=3, lengths=(6,), unfinished=frozenset({0})),
     )
+
+
+def test_the_prompt_of_an_episode_that_its_environment_begins_is_the_opening(tmp_path: Path) -> None:
+    asked = Prompt(prompt_id="a", token_ids=(), text="", source="s")
+    openings = [Observed(0.5, SampleId(0, 0), Observation(ids, "user")) for ids in ((5, 6, 7, 8), (9,))]
+    first, answer = openings
+    run = run_of(
+        tmp_path / "run",
+        GroupOpened(time_s=0.0, group_id=0, prompt=asked, group_size=1, cursor=1),
+        ended(0, 0, 0, FinishReason.TURN),
+        first,
+        ended(0, 0, 6, FinishReason.TURN),
+        answer,
+        ended(0, 0, 2, FinishReason.STOP),
+    )
+    assert read_run(run).prompts == (TracePrompt(prompt_id="a", prompt_tokens=4, lengths=(8,)),)
 
 
 def test_dropped_samples_count_and_a_prompt_drawn_again_is_the_same(tmp_path: Path) -> None:

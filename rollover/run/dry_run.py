@@ -37,12 +37,12 @@ def dry_run(config: RunConfig, job: str = "train") -> list[str]:
     from rollover.run.trainers import check_devices
 
     parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
-        *(_model, check_devices, check_engine, _steps, _adapters, _biases, _variants, _sources, memory_lines),
+        *(_model, check_devices, check_engine, _warmup, _steps, _adapters, _biases, _variants, _sources, memory_lines),
     )
-    if job == "evaluate":
+    if job != "train":
         sft = config.sft and replace(config.sft, sources=config.warmup_sources)
         config = replace(config, sft=sft, tasks=replace(config.tasks, train=()))
-        parts = (_model, check_devices, check_engine, _sources)
+        parts = (_model, check_devices, check_engine if job == "evaluate" else _warmup, _sources)
     redact = Redactor(resolved(config), prose=True).text
     return [printable(redact(line)) for part in parts for line in part(config)]
 
@@ -63,10 +63,13 @@ def _model(config: RunConfig) -> Iterator[str]:
     yield f"model: {config.model.path} ({model['model_type']})"
 
 
-def _steps(config: RunConfig) -> Iterator[str]:
-    r = config.rollout
+def _warmup(config: RunConfig) -> Iterator[str]:
     if config.sft is not None:
         yield f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples"
+
+
+def _steps(config: RunConfig) -> Iterator[str]:
+    r = config.rollout
     yield (
         f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
         f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all"

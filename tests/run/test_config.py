@@ -339,6 +339,12 @@ def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, .
                 yield [*kind, *more]
 
 
+def test_a_dry_run_of_fine_tuning_describes_that_alone() -> None:
+    told = "\n".join(dry_run(build_config("quickstart"), "sft"))
+    assert "warm-up: 1000 supervised steps" in told and "sft source" in told
+    assert "each step trains" not in told and "engine" not in told and "train source" not in told
+
+
 def test_what_a_dry_run_prints_is_the_config_also_where_a_default_is_unset() -> None:
     found = list(keys_with_a_default_that_can_be_unset([RunConfig]))
     assert ["--engine.kind", "swarm", "--engine.admin", "none"] in found

@@ -56,6 +56,7 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
         (call("add", a=1, b=2) * 35, [*["3"] * 32, "Error: the last 3 calls were not made: a turn may have 32"]),
         (call("echo", text="a\ud83d\ude00b\ud83d"), ["a😀b\ufffd"]),
         (call("half"), ["a\ufffdb"]),
+        ('<tool_call>{"name": "echo", "arguments": "{\\"text\\": \\"a\\\\ud83d\\"}"}</tool_call>', ["a\ufffd"]),
         ("#### 46", []),
     ],
 )

@@ -201,7 +201,7 @@ def _calls(text: str) -> list[ToolCall]:
 
 def _call(text: str) -> ToolCall:
     try:
-        found = json.loads(whole(json.dumps(json.loads(text), ensure_ascii=False)))
+        found = _loaded(text)
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the call is no JSON ({error})")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -209,10 +209,14 @@ def _call(text: str) -> ToolCall:
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = _loaded(arguments)
     if not isinstance(arguments, dict):
         return ToolCall(found["name"], {}, "the arguments of the call are no object")
     return ToolCall(found["name"], arguments)
+
+
+def _loaded(text: str) -> Any:
+    return json.loads(whole(json.dumps(json.loads(text), ensure_ascii=False)))
 
 
 PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "json": _json}

@@ -32,10 +32,8 @@ class Answers:
     """Tokens exactly as they were sampled."""
     logprobs: list[list[float]]
     """Log-prob of each of these tokens under the weights that sampled it."""
-    lags: list[list[int]]
-    """Lag of each of these tokens: the batch's version minus the version that sampled it."""
-    truncated: list[bool]
-    """True if the token budget cut the response off."""
+    fresh: list[list[bool]]
+    """True for each of these tokens that the batch's version sampled, from a cache that it had computed as well."""
     failed: list[bool]
 
     @property
@@ -48,7 +46,7 @@ class Answers:
     @classmethod
     def of(cls, batch: Batch, *, num_generations: int, end_token: int) -> Self:
         """Convert ``batch``. ``end_token`` stands in for samples that failed."""
-        answers = cls(rows=[], prompt_ids=[], completion_ids=[], logprobs=[], lags=[], truncated=[], failed=[])
+        answers = cls(rows=[], prompt_ids=[], completion_ids=[], logprobs=[], fresh=[], failed=[])
         for group in batch.groups:
             scored = {trajectory.sample_id.index: trajectory for trajectory in group.trajectories}
             assert scored.keys() <= set(range(num_generations)), f"group {group.group_id} has samples beyond its size"
@@ -60,13 +58,12 @@ class Answers:
                 if trajectory is None:
                     answers.completion_ids.append([end_token])
                     answers.logprobs.append([0.0])
-                    answers.lags.append([0])
-                    answers.truncated.append(False)
+                    answers.fresh.append([False])
                 else:
                     answers.completion_ids.append(list(trajectory.token_ids))
                     answers.logprobs.append(list(trajectory.rollout_logprobs))
-                    answers.lags.append([batch.step - version for version in trajectory.policy_versions])
-                    answers.truncated.append(trajectory.finish_reason == "length")
+                    parts = [(s.policy_version == s.kv_version == batch.step, s.token_ids) for s in trajectory.segments]
+                    answers.fresh.append([is_fresh for is_fresh, token_ids in parts for _ in token_ids])
         return answers
 
 
@@ -75,7 +72,7 @@ class Measured:
     """The measurements from TRL's tensors for a batch."""
 
     drift: Drift
-    """Over tokens that the current weights sampled; over none if TRL has not computed their log-probs."""
+    """Over fresh tokens; over none if TRL has not computed their log-probs."""
     untrained: Mapping[WasteCause, int]
 
 
@@ -91,7 +88,7 @@ def measure(output: Mapping[str, Any], answers: Answers, *, advantages_alone: bo
     if "tool_mask" in output:
         mask_BT &= output["tool_mask"].bool().cpu()
     drift = Drift(0, 0.0)
-    fresh_BT = mask_BT & (_padded(answers.lags, like=mask_BT) == 0)
+    fresh_BT = mask_BT & _padded(answers.fresh, like=mask_BT)
     if "old_per_token_logps" in output and (num_fresh := int(fresh_BT.sum())):
         distance_BT = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs().cpu()
         drift = Drift(num_fresh, float(distance_BT[fresh_BT].mean()))
@@ -102,10 +99,9 @@ def _untrained(
     output: Mapping[str, Any], answers: Answers, mask_BT: Tensor, advantages_alone: bool
 ) -> Mapping[WasteCause, int]:
     """Count tokens without a gradient by cause, each once: by the cause that comes first in the loss."""
-    sampled_BT = _padded(
-        [[int(not f)] * len(t) for f, t in zip(answers.failed, answers.lags, strict=True)], like=mask_BT
+    left_BT = _padded(
+        [[not f] * len(t) for f, t in zip(answers.failed, answers.completion_ids, strict=True)], like=mask_BT
     )
-    left_BT = sampled_BT.bool()
     ratio = output.get("importance_sampling_ratio", torch.ones_like(mask_BT)).cpu()
     rejected = WasteCause.REJECTED_SAMPLE if ratio.shape[1] == 1 else WasteCause.REJECTED_WEIGHT
     causes = [(WasteCause.MASKED_TRUNCATED, ~mask_BT), (rejected, (ratio == 0).expand_as(mask_BT))]
@@ -120,8 +116,8 @@ def _untrained(
     return found
 
 
-def _padded(rows: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
-    padded_BT = torch.zeros(like.shape, dtype=torch.long)
+def _padded(rows: Sequence[Sequence[bool]], *, like: Tensor) -> Tensor:
+    padded_BT = torch.zeros_like(like)
     for b, row in enumerate(rows):
-        padded_BT[b, : len(row)] = torch.tensor(row, dtype=torch.long)
+        padded_BT[b, : len(row)] = torch.tensor(row)
     return padded_BT

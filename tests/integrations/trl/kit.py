@@ -125,11 +125,16 @@ def distances(seen: Sequence[Seen]) -> tuple[list[float], list[float]]:
     """TRL's log-prob minus the engine's, of tokens of the current weights and of older ones."""
     fresh, old = [], []
     for one in seen:
-        columns = (rows(one, "old_per_token_logps"), rows(one, "sampling_per_token_logps"), one.answers.lags)
-        for ours, theirs, lags in zip(*columns, strict=True):
-            for a, b, lag in zip(ours, theirs, lags, strict=True):
-                (old if lag else fresh).append(a - b)
+        columns = (rows(one, "old_per_token_logps"), rows(one, "sampling_per_token_logps"), one.answers.fresh)
+        for ours, theirs, are_fresh in zip(*columns, strict=True):
+            for a, b, is_fresh in zip(ours, theirs, are_fresh, strict=True):
+                (fresh if is_fresh else old).append(a - b)
     return fresh, old
+
+
+def lags(batch: Batch) -> list[int]:
+    """The lag of each token."""
+    return [batch.step - version for t in batch.trajectories for version in t.policy_versions]
 
 
 class Flawed:

@@ -14,14 +14,17 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollover.batch import Batch
+from rollover.batch import Batch, Group
 from rollover.errors import EngineMismatch, RunError
 from rollover.integrations.trl import rollouts
-from rollover.integrations.trl.answers import Answers
+from rollover.integrations.trl.answers import Answers, measure
+from rollover.integrations.trl.prompts import ROW
 from rollover.report.record import read_run
 from rollover.report.run_report import render_report
 from rollover.rollout.events import BatchConsumed, SegmentEnded
 from rollover.rollout.journal import read_events
+from rollover.trainer.gathering import measured_drift
+from rollover.types import Prompt, SampleId, Segment, Trajectory
 from tests.engine.servers.model_server import ModelServer, SGLangModelServer, serving
 from tests.integrations.trl.kit import (
     APRIL,
@@ -32,6 +35,7 @@ from tests.integrations.trl.kit import (
     arguments,
     distances,
     journaled,
+    lags,
     letters,
     logged,
     rollover,
@@ -87,9 +91,9 @@ def test_trl_agrees_with_the_engine_about_tokens_of_the_current_weights(run: tup
 def test_the_importance_ratio_is_one_on_new_tokens_and_another_on_old_ones(run: tuple[Any, Path]) -> None:
     new, old = [], []
     for seen in run[0].seen:
-        for ratios, lags in zip(rows(seen, "importance_sampling_ratio"), seen.answers.lags, strict=True):
-            for ratio, lag in zip(ratios, lags, strict=True):
-                (old if lag else new).append(ratio)
+        for ratios, fresh in zip(rows(seen, "importance_sampling_ratio"), seen.answers.fresh, strict=True):
+            for ratio, is_fresh in zip(ratios, fresh, strict=True):
+                (new if is_fresh else old).append(ratio)
     assert max(abs(ratio - 1) for ratio in new) < 1e-4
     assert sum(abs(ratio - 1) > 0.01 for ratio in old) > len(old) / 2
     assert min(old) < 0.8 and max(old) > 1.2
@@ -104,13 +108,14 @@ def test_the_bound_and_the_account_hold_at_every_step(run: tuple[Any, Path]) -> 
         elif isinstance(event, BatchConsumed):
             counted[event.step] = decoded
     bound = trained.rollover_config.rollout.staleness_bound
+    oldest = [max(lags(seen.batch)) for seen in trained.seen]
+    assert bound == 2 and {*oldest} <= {0, 1, 2} and max(oldest) > 0, "some tokens are older"
     for seen in trained.seen:
-        assert 0 <= min(map(min, seen.answers.lags)) <= max(map(max, seen.answers.lags)) <= bound == 2
+        assert min(lags(seen.batch)) >= 0
         account = seen.account
         wasted = sum(n for name, n in account.items() if name.startswith("rollout/wasted_tokens/"))
         sampled = account["rollout/trained_tokens"] + wasted + account["rollout/live_tokens"]
         assert account["rollout/decoded_tokens"] == sampled == counted[seen.batch.step]
-    assert max(lag for seen in trained.seen for lags in seen.answers.lags for lag in lags) > 0, "some tokens are older"
 
 
 def test_each_row_is_that_of_its_prompt_and_rewards_are_trls(run: tuple[Any, Path]) -> None:
@@ -124,7 +129,7 @@ def test_each_row_is_that_of_its_prompt_and_rewards_are_trls(run: tuple[Any, Pat
 
 def test_trl_logs_the_rollouts_and_the_report_draws_them(run: tuple[Any, Path]) -> None:
     trained, folder = run
-    staleness = [max(map(max, seen.answers.lags)) for seen in trained.seen]
+    staleness = [max(lags(seen.batch)) for seen in trained.seen]
     assert logged(trained, "sample/staleness_max") == staleness
     record = read_run(folder / "out" / "rollover")
     steps = [row for row in record.metrics if row.kind == "step"]
@@ -194,6 +199,24 @@ def test_an_engine_that_samples_from_something_else_is_found(tiny_model: Path, t
     shifted(0.5)
     with pytest.raises(EngineMismatch, match=r"are 0\.5 nats from the trainer's on average"):
         trainer(tiny_model, tmp_path).train()
+
+
+def test_the_drift_is_that_of_tokens_on_a_cache_of_their_own_weights() -> None:
+    """Three segments of two tokens: of the batch's weights, of older ones, and of its weights on an older cache."""
+    segments = [Segment(v, (5, 6), (-1.0, -1.0), None, kv, 0.0, 0.0) for v, kv in ((3, 3), (2, 2), (3, 2))]
+    prompt = Prompt(prompt_id="0@0", token_ids=(1,), text="", source="trl", columns={ROW: 0})
+    sample = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=tuple(segments))
+    batch = Batch(step=3, groups=(Group(group_id=0, prompt=prompt, trajectories=(sample,)),))
+    distance_BT = torch.tensor([[0.125, 0.25, 0.5, 0.5, 1.0, 1.0]])
+    output = {
+        "completion_mask": torch.ones(1, 6),
+        "advantages": torch.ones(1),
+        "sampling_per_token_logps": torch.zeros(1, 6),
+        "old_per_token_logps": -distance_BT,
+    }
+    found = measure(output, Answers.of(batch, num_generations=1, end_token=0), advantages_alone=True)
+    assert {"": found.drift} == measured_drift([sample], distance_BT[0].double().numpy(), step=3)
+    assert found.drift == (2, 0.1875)
 
 
 class Losses:

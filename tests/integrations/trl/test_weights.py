@@ -115,8 +115,8 @@ def test_a_run_with_adapters_samples_from_the_merged_model(tiny_model: Path, tmp
     assert max(float(p.detach().abs().max()) for p in changed) > 0.01, "nothing was learned, so nothing is shown"
     ratios = []
     for seen in trained.seen[1:]:
-        for row, lags in zip(seen.output["importance_sampling_ratio"].tolist(), seen.answers.lags, strict=True):
-            ratios += [ratio for ratio, lag in zip(row, lags, strict=False) if lag == 0]
+        for row, fresh in zip(seen.output["importance_sampling_ratio"].tolist(), seen.answers.fresh, strict=True):
+            ratios += [ratio for ratio, is_fresh in zip(row, fresh, strict=False) if is_fresh]
     assert len(ratios) > 100
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-3
     assert logged(trained, "loss")

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollover.errors import DataError, RewardError
 from rollover.integrations.scoring import HostScorer
 from rollover.integrations.slime.host import JudgesSamples, Sample
-from rollover.types import Trajectory
+from rollover.types import SampleId, Trajectory
 
 
 class SlimeScorer(HostScorer[Sample]):
@@ -49,9 +49,13 @@ class SlimeScorer(HostScorer[Sample]):
         """Return the reward of a judged sample. Raises ``RewardError`` when it is not a number."""
         return _value(answer, self._args)
 
-    async def take(self, trajectory: Trajectory) -> Sample:
-        """Return slime's sample of a scored trajectory and stop keeping it. Raises like ``score`` if it has to be
-        judged again."""
+    async def take(self, trajectories: Sequence[Trajectory]) -> dict[SampleId, Sample]:
+        """Return slime's samples of scored trajectories and stop keeping them. Raises ``RewardError`` naming one that
+        has to be judged again and gets no reward."""
+        samples = await asyncio.gather(*map(self._taken, trajectories))
+        return {trajectory.sample_id: sample for trajectory, sample in zip(trajectories, samples, strict=True)}
+
+    async def _taken(self, trajectory: Trajectory) -> Sample:
         assert trajectory.reward is not None, f"{trajectory.sample_id} was not scored"
         if (sample := self.kept(trajectory.sample_id)) is not None:
             return sample
@@ -60,7 +64,13 @@ class SlimeScorer(HostScorer[Sample]):
             sample = self._respond(trajectory)
             sample.reward = trajectory.reward
             return sample
-        sample = await self.asked(trajectory)
+        try:
+            sample = await self.asked(trajectory)
+        except Exception as error:
+            raise RewardError(
+                f"{trajectory.sample_id} was scored before the restart and is judged again, for its table of rewards or"
+                f" its hooks, which failed: {error!r}; the run can be resumed once its reward works"
+            ) from error
         sample.reward = {**sample.reward, reward_key: trajectory.reward} if reward_key else trajectory.reward
         return sample
 

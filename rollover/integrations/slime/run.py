@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from rollover.integrations.slime.source import GivesGroups, SlimeSource
 from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
 from rollover.rollout.scheduler import GroupRules
-from rollover.types import Trajectory
+from rollover.types import SampleId, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ class SlimeRun:
                 self._end()
             raise
         self._end()
-        timeout_s = 2 * self._settings.options.reward_timeout_s  # samples from before a restart may be judged again
-        groups = self._feed.run(self._handed_out(batch, version), timeout_s, "hand out the batch")
+        samples = self._feed.run(self._scorer.take(batch.trajectories), None, "judge samples from before a restart")
+        groups = sorted((self._group(group, samples, version) for group in batch.groups), key=lambda g: g[0].index)
         account_for_usage(groups[0][0], self._servers.usage)
         metrics = self._steps.handed_out(batch, self._masked(batch, version))
         metrics["staleness/weights"] = float(step - version)
@@ -202,14 +202,10 @@ class SlimeRun:
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    async def _handed_out(self, batch: Batch, version: int) -> list[list[Sample]]:
-        groups = [await self._group(group, version) for group in batch.groups]
-        return sorted(groups, key=lambda group: group[0].index)
-
-    async def _group(self, group: Group, version: int) -> list[Sample]:
+    def _group(self, group: Group, samples: Mapping[SampleId, Sample], version: int) -> list[Sample]:
         scored: dict[int, Sample] = {}
         for trajectory in group.trajectories:
-            sample = await self._scorer.take(trajectory)
+            sample = samples[trajectory.sample_id]
             account_for_versions(
                 sample,
                 trajectory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from argparse import Namespace
 from dataclasses import replace
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import DataError, RunError
+from rollover.errors import DataError, RewardError, RunError
+from rollover.integrations.slime.rewards import SlimeScorer
 from rollover.integrations.slime.samples import account_for_versions, failed_sample, new_sample, prompt_of, respond
 from rollover.integrations.slime.source import SlimeSource
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.integrations.slime.recorded import Letters, Sample
 from tests.speed import within
+from tests.virtual_time import run
 
 ARGS = Namespace(reward_key=None)
 LETTERS = Letters()
@@ -178,3 +181,29 @@ def test_a_data_source_that_gives_too_little_is_refused() -> None:
     stream.get_samples = lambda num_samples: []  # type: ignore[method-assign]
     with pytest.raises(DataError, match="gave 0 groups"):
         SlimeSource(stream, encode, position=0, group_size=2).prompt(0)
+
+
+def test_after_a_restart_samples_are_judged_again_all_at_once() -> None:
+    """Twelve tables of rewards from a judge that needs 0.9 s for each, and then from one that forgets one."""
+    forgotten: list[int] = []
+
+    async def judge(sample: Sample) -> Sample:
+        await (asyncio.Event().wait() if sample.response_length in forgotten else asyncio.sleep(0.9))
+        sample.reward = {"score": 0.5, "length": float(sample.response_length)}
+        return sample
+
+    async def first_and_again() -> None:
+        loop, args = asyncio.get_running_loop(), Namespace(reward_key="score")
+        before, after, last = (
+            SlimeScorer(args, respond=sample_of, judge=judge, loop=loop, timeout_s=1.0) for _ in range(3)
+        )
+        done = [replace(trajectory((0, n * (10,), FinishReason.STOP)), sample_id=SampleId(0, n)) for n in range(1, 13)]
+        scored = [replace(each, reward=await before.score(each)) for each in done]
+        began_s = loop.time()
+        assert await after.take(scored) == await before.take(scored)
+        assert loop.time() - began_s == pytest.approx(0.9)
+        forgotten.append(7)
+        with pytest.raises(RewardError, match=r"g0\.7 was scored before .* took longer than 1 s \(reward_timeout_s\)"):
+            await last.take(scored)
+
+    run(first_and_again())

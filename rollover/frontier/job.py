@@ -144,7 +144,7 @@ def _setup(request: StudyRequest, recorded: Recorded | None) -> Setup:
         notes=notes,
         max_staleness=request.max_staleness,
         lag_of=request.lag_of or (recorded.lag_of if recorded else "batch"),
-        one_device=recorded is not None and recorded.one_device and file.colocated is None,
+        takes_turns=recorded is not None and recorded.takes_turns and file.colocated is None,
     )
 
 

@@ -50,8 +50,8 @@ class Recorded:
     num_steps: int
     step_tokens_per_s: tuple[tuple[int, float], ...]
     """(trained tokens, seconds) of each step."""
-    one_device: bool
-    """True if one device both trained and decoded."""
+    takes_turns: bool
+    """True if trainer and engine shared a device, or a host let neither work beside the other."""
     lag_of: LagOf
     """The lag of what its loss gives the same weight: sequences or batches."""
     notes: tuple[str, ...]
@@ -82,8 +82,8 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
     reward = Latency(base_s=reward_s)
-    engine, trainer_section = config.get("engine") or {}, config.get("trainer") or {}
-    one_device = engine.get("kind") == "embedded" and engine.get("device") == trainer_section.get("device")
+    engine, device = config.get("engine") or {}, (config.get("engine") or {}).get("device")
+    one_device = engine.get("kind") == "embedded" and (config.get("trainer") or {}).get("device", device) == device
     return Recorded(
         trace=trace,
         rollout=rollout,
@@ -99,7 +99,7 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
         ),
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
-        one_device=one_device,
+        takes_turns=config["meta"].get("takes_turns", one_device),
         lag_of="group" if _averages_sequences(config) else "batch",
         notes=(
             how,
@@ -142,9 +142,7 @@ def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:
     document = toml.Document(name=f"{path / 'config.json'}: rollout", data=config.get("rollout") or {})
     rollout = schema.build(SimulatedRollout, document)
     strategy = rollout.strategy
-    told = (config.get("meta") or {}).get(
-        "prefill_tokens_per_iteration"
-    )  # by the engine; what the user says goes first
+    told = config["meta"].get("prefill_tokens_per_iteration")  # by the engine; what the user says goes first
     if isinstance(strategy, RolloverConfig) and strategy.prefill_tokens_per_iteration is None and told is not None:
         rollout = replace(rollout, strategy=replace(strategy, prefill_tokens_per_iteration=told))
     return rollout
@@ -167,13 +165,15 @@ def _replica(
         )
     per_round = (num_prompt_tokens + timeline.num_reprefilled_tokens) / len(timeline.steps)
     rate = per_round / found.start_s if per_round and found.start_s else math.inf
-    max_running = (config.get("engine") or {}).get("max_running")
     pause_s = statistics.fmean(_pause_s(r) for r in rows)
+    engine, most = config.get("engine") or {}, max(n for _, n in timeline.active)
+    each = engine.get("max_running") or 2**31
+    asked = sum(each) if isinstance(each, list) else each * max(1, len(engine.get("urls", ())))
     model = ReplicaModel(
         c0_s=found.c0_s,
-        b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * max(n for _, n in timeline.active),
+        b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * most,
         prefill_tokens_per_s=rate,
-        max_running=max_running if isinstance(max_running, int) else 2**31,
+        max_running=max(most, config["meta"].get("max_running", asked)),  # a run of an earlier version has only asked
         swap_pause_s=pause_s,
     )
     b0 = f"B0 {found.b0:.1f} samples" if math.isfinite(found.b0) else "grows with no batch that occurred (no B0)"

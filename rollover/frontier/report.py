@@ -174,8 +174,8 @@ def assumptions(study: Study) -> list[str]:
     found = [*study.setup.notes, f"Caches of unfinished samples {kept}."]
     if scenario.colocated:
         found.append("Replicas and trainer take turns on the same devices.")
-    if study.setup.one_device:
-        found.append("One device both trains and decodes: strategies that decode during training are left out.")
+    if study.setup.takes_turns:
+        found.append("Trainer and engine took turns: strategies that decode during training are left out.")
     if study.setup.has_own_trainer:
         found.append("The trainer has devices of its own: rollover goes on decoding while it trains (overlap = true).")
     if scenario.trainer.is_zero:

@@ -37,7 +37,7 @@ def default_strategies(setup: Setup) -> tuple[str, ...]:
 
 def is_asleep(name: str, setup: Setup) -> bool:
     """Return whether the strategy would generate while the trainer has the devices."""
-    return (setup.scenario.colocated or setup.one_device) and SIMULATED[
+    return (setup.scenario.colocated or setup.takes_turns) and SIMULATED[
         name.removesuffix(_SAMPLE)
     ].builds.on_full is OnFull.KEEP
 
@@ -58,8 +58,8 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
             )
         if is_asleep(name, setup):
             cause = "replicas and trainer take turns (colocated = true): remove one of the two"
-            if setup.one_device:
-                cause = "one device did both in this run: remove it, or set colocated = false in a scenario file"
+            if setup.takes_turns:
+                cause = "trainer and engine took turns: remove it, or set colocated = false in a scenario file"
             raise ConfigError(f"--strategies: {name!r} generates while the trainer trains, but {cause}")
     return tuple(dict.fromkeys(("sync", *names)))
 

@@ -117,13 +117,13 @@ class Setup:
     """Staleness bound of all settings; ``None`` for a strategy that holds nothing back."""
     lag_of: LagOf = "batch"
     """The lag that settings are compared by."""
-    one_device: bool = False
-    """True if one device both trains and decodes: generation during training would slow training down."""
+    takes_turns: bool = False
+    """True if trainer and engine share a device, or a host lets neither work beside the other."""
 
     @property
     def has_own_trainer(self) -> bool:
         """Return whether the trainer takes time, on devices of its own."""
-        return not (self.scenario.colocated or self.one_device or self.scenario.trainer.is_zero)
+        return not (self.scenario.colocated or self.takes_turns or self.scenario.trainer.is_zero)
 
     @property
     def cap_tokens(self) -> int:

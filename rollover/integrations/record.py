@@ -18,8 +18,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rollover.errors import RunError
 from rollover.integrations.hosted import HostedConfig
@@ -32,7 +31,7 @@ from rollover.settings.schema import build
 from rollover.version import __version__
 
 
-class HostedRun:
+class HostedRun(RunDir):
     """The directory, locked by this process until ``close``. It is a context manager. Raises ``RunError`` if the
     directory holds a run that is not to be resumed or had other settings or facts, or another process works there.
 
@@ -44,6 +43,7 @@ class HostedRun:
             before it wrote anything.
         facts: facts besides the settings that identify the run, its dataset say; a resumed run must have the same.
         remedy: how a user of this host resumes a run, for messages.
+        decodes: the kind of engine, if it is not the one of the settings.
 
     A directory without a journal belongs to a run that has not begun, and can be used for another.
     """
@@ -57,12 +57,10 @@ class HostedRun:
         resume: bool,
         facts: Mapping[str, Any] | None = None,
         remedy: str = "resume it",
+        decodes: str | None = None,
     ) -> None:
-        self.path = path
-        self.journal = path / "journal.sqlite"
-        self.model = path / "model"
         path.mkdir(parents=True, exist_ok=True)
-        self._run = RunDir(path)
+        super().__init__(path)
         try:
             if self.journal.exists() and not resume:
                 raise RunError(
@@ -77,16 +75,12 @@ class HostedRun:
                 meta = {**began, "resumed": f"{earlier}{now}{changed}"}
             else:
                 meta = {"job": host.partition(" ")[0], "started": now, "seed": config.seed, **known, **(facts or {})}
-            replace_json(self._run.config_file, {**resolved(config), "meta": meta})
+            engine = {} if decodes is None else {"engine": {"kind": decodes}}
+            replace_json(self.config_file, {**resolved(config), **engine, "meta": meta})
             self._metrics = MetricsWriter(path)
         except BaseException:
-            self._run.close()
+            super().close()
             raise
-
-    @property
-    def identity(self) -> str:
-        """Return a name that no other run has; a resumed run keeps it."""
-        return self._run.identity()
 
     def step_ended(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
         """Write the measurements of the batch of ``step``. ``time_s`` is on the feed's clock."""
@@ -95,13 +89,7 @@ class HostedRun:
     def close(self) -> None:
         """Release the directory. Does nothing when called again."""
         self._metrics.close()
-        self._run.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        super().close()
 
 
 def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -44,9 +44,10 @@ def opened(
     observer: Callable[[Event], None],
     knows_rewards: bool = True,
 ) -> tuple[Feed, AskedSteps]:
-    """Open the feed of ``run`` and the steps over it; ``stack`` closes both."""
+    """Open the feed of ``run`` and the steps over it; ``stack`` closes both. Trainer and engine take turns."""
     feed = Feed(open_parts, config.rollout, journal=run.journal, step=step, seed=config.seed, observer=observer)
     stack.callback(feed.close)
+    run.note_engine(feed.parts.engine.capabilities, takes_turns=True)
     steps = AskedSteps(feed, run, knows_rewards=knows_rewards)
     stack.callback(steps.close)
     return feed, steps

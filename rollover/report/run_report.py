@@ -115,13 +115,13 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     return page.render(is_live=is_live)
 
 
-_FOR_RESUMES = ("datasets", "identity")
-"""Facts that are used to check a resumed run and mean nothing to a reader."""
+_NOT_SHOWN = ("datasets", "identity", "takes_turns")
+"""Facts for the check of a resumed run, or for simulations, that mean nothing to a reader."""
 
 
 def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
     facts = [f"{steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"]
-    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _FOR_RESUMES]
+    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _NOT_SHOWN]
     return facts
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import secrets
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollover import locks
+from rollover.engine.base import Capabilities
 from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
 from rollover.report.record import read_config
@@ -101,6 +103,12 @@ class RunDir:
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
+    def note_engine(self, can: Capabilities, **facts: bool) -> None:
+        """Note what simulations of the run have to know of its engine, for all its servers together."""
+        rate = can.prefill_tokens_per_iteration
+        told = {"prefill_tokens_per_iteration": rate} if math.isfinite(rate) else {}
+        self.note(max_running=can.max_running, **told, **facts)
+
     def changed_environment(self) -> list[str]:
         """List the versions and features of the machine that affect the last bits and differ from what the run
         began with.
@@ -126,12 +134,10 @@ class RunDir:
 
     def identity(self) -> str:
         """Return a name that no other run has; a resumed run keeps it."""
-        config, meta = _read(self.path)
-        if "identity" not in meta:
+        if (known := self.noted("identity")) is None:
             name = "".join(c if (c.isalnum() and c.isascii()) or c in "-_." else "-" for c in self.path.resolve().name)
-            meta = {**meta, "identity": f"{name[:40]}-{secrets.token_hex(4)}"}
-            _write(self, config, meta)
-        return str(meta["identity"])
+            self.note(identity=(known := f"{name[:40]}-{secrets.token_hex(4)}"))
+        return str(known)
 
     def discard_after(self, error: BaseException) -> None:
         """Remove the files of a new run that ``error`` kept from beginning, if the user has to fix something first, so

@@ -6,7 +6,6 @@ checkpoint and its journal, which agree.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -195,8 +194,7 @@ async def _open_parts(
     journal = open_journal(run, checkpoint)
     stack.callback(journal.close)
     state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
-    if math.isfinite(rate := capabilities.prefill_tokens_per_iteration):
-        run.note(prefill_tokens_per_iteration=rate)
+    run.note_engine(capabilities)
     return _Parts(
         metrics=metrics,
         trainer=trainer,

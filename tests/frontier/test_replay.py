@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollover.errors import ConfigError, DataError, RunError
-from rollover.frontier.replay import read_recorded
+from rollover.frontier.replay import Recorded, read_recorded
 from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricsWriter
+from rollover.report.record import read_timeline
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
@@ -102,18 +104,51 @@ def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
     assert "filter dropped 6" in found.notes[-1]
 
 
-def test_what_decodes_during_training_is_left_out_on_one_device(tmp_path: Path) -> None:
+def rewritten(run: Path, **changes: Any) -> Recorded:
+    """Read a run again with these tables in its config."""
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | changes))
+    return read_recorded(run)
+
+
+def test_several_servers_are_simulated_with_the_room_of_all(tmp_path: Path) -> None:
+    setup = small(scenario=Scenario(replicas=4 * (replace(TRUE, max_running=6),), trainer=Latency(s_per_token=1e-4)))
+    setup = replace(setup, rollout=setting("april", setup, 2.0))
+    run = recorded_run(tmp_path / "run", setup, 16)
+    servers = {"kind": "vllm", "urls": [f"http://h{i}" for i in range(4)]}
+    for each in (6, [6, 6, 6, 6]):
+        assert rewritten(run, engine={**servers, "max_running": each}).scenario.max_running == 24
+    for told, expected in ((24, 24), (40, 40), (6, max(n for _, n in read_timeline(run).active))):
+        found = rewritten(run, engine={"kind": "vllm", "launch": True, "max_running": 6}, meta={"max_running": told})
+        assert found.scenario.max_running == expected >= 18
+    again = simulate(
+        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=16
+    )
+    assert again.after(5).tokens_per_s == pytest.approx(found.tokens_per_s(5), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "meta", "expected"),
+    [
+        pytest.param("embedded", {"device": "cpu"}, {}, True, id="one device"),
+        pytest.param("embedded", {"device": "cuda:1"}, {}, False, id="two devices"),
+        pytest.param("embedded", {}, {}, True, id="an older run inside another trainer"),
+        pytest.param("embedded", {}, {"takes_turns": False}, False, id="the host has devices of its own"),
+        pytest.param("sglang", {}, {"takes_turns": True}, True, id="the host lets neither work beside the other"),
+    ],
+)
+def test_what_decodes_during_training_is_left_out_if_they_take_turns(
+    tmp_path: Path, kind: str, trainer: dict[str, str], meta: dict[str, bool], expected: bool
+) -> None:
     setup = small()
     setup = replace(setup, rollout=setting("sync", setup, None))
     run = recorded_run(tmp_path / "run", setup, 6)
-    config = json.loads((run / "config.json").read_text())
-    for device, expected in (("cpu", True), ("cuda:1", False)):
-        engine = config["engine"] | {"kind": "embedded", "device": "cpu"}
-        (run / "config.json").write_text(json.dumps(config | {"engine": engine, "trainer": {"device": device}}))
-        shared = replace(setup, one_device=read_recorded(run).one_device)
-        assert ("bounded_async" not in default_strategies(shared)) is expected
-    with pytest.raises(ConfigError, match="one device did both in this run"):
-        check_strategies(["bounded_async"], replace(setup, one_device=True))
+    found = rewritten(run, engine={"kind": kind, "device": "cpu", "max_running": 64}, trainer=trainer, meta=meta)
+    setup = replace(setup, takes_turns=found.takes_turns)
+    assert ("bounded_async" not in default_strategies(setup)) is expected
+    if expected:
+        with pytest.raises(ConfigError, match="trainer and engine took turns: remove it"):
+            check_strategies(["bounded_async"], setup)
 
 
 @pytest.mark.parametrize(("said", "simulated"), [(None, 20.0), (70.0, 70.0)])
@@ -123,10 +158,8 @@ def test_rollover_is_told_again_what_it_had_been_told_of_its_engine(
     setup = small(unit="c0")
     strategy = RolloverConfig(prefill_tokens_per_iteration=said)
     setup = replace(setup, rollout=replace(setting("rollover", setup, 1.0), strategy=strategy))
-    run = recorded_run(tmp_path / "run", setup, 12)
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"meta": {"prefill_tokens_per_iteration": 20.0}}))
-    assert read_recorded(run).rollout.strategy == RolloverConfig(prefill_tokens_per_iteration=simulated)
+    found = rewritten(recorded_run(tmp_path / "run", setup, 12), meta={"prefill_tokens_per_iteration": 20.0})
+    assert found.rollout.strategy == RolloverConfig(prefill_tokens_per_iteration=simulated)
 
 
 def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:

@@ -115,11 +115,11 @@ def test_the_directory_is_one_that_reports_can_read(tmp_path: Path) -> None:
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     with begin(tmp_path) as run:
         Journal(run.journal).close()
-        name = run.identity
+        name = run.identity()
     with pytest.raises(RunError, match="holds the rollouts of an earlier run: resume it, or use another"):
         begin(tmp_path)
     with begin(tmp_path, resume=True) as run:
-        assert run.identity == name
+        assert run.identity() == name
     assert "resumed" in json.loads((tmp_path / "config.json").read_text())["meta"]
 
 

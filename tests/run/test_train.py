@@ -68,7 +68,7 @@ def test_a_finished_run_leaves_everything_in_its_directory(finished: Path) -> No
     assert json.loads((finished / "config.json").read_text())["rollout"]["strategy"]["kind"] == "april"
     assert [p.name for p in sorted((finished / "checkpoints").iterdir())] == [f"step_{v}" for v in (1, 2, 3, 4)]
     meta = json.loads((finished / "config.json").read_text())["meta"]
-    assert meta["prefill_tokens_per_iteration"] == CPU_PREFILL_TOKENS, "what schedules were told of the engine"
+    assert (meta["max_running"], meta["prefill_tokens_per_iteration"]) == (24, CPU_PREFILL_TOKENS), "of the engine"
     assert list((finished / "tensorboard").glob("events.out.tfevents.*"))
     assert (finished / "report.html").read_text().count('<details class="card sample">') >= 8
     assert not (finished / "model").exists(), "the model is the user's own folder"

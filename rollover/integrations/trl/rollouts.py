@@ -16,6 +16,7 @@ from typing import Any
 from rollover.batch import Batch, Drift, WasteCause
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities
+from rollover.engine.devices import numbered
 from rollover.engine.kind import EngineSetup, OpenedEngine
 from rollover.errors import EngineMismatch
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
@@ -88,6 +89,9 @@ class HostedRollouts:
             deadlines=Deadlines(update_timeout_s=2 * timeout_s),
             observer=observer,
         )
+        devices = {numbered(parameter.device) for parameter in model.parameters()}
+        shares = not devices.isdisjoint(config.engine.devices())
+        run.note_engine(self._opened.engine.capabilities, takes_turns=shares)
         self._publisher = Publisher(self._opened.weights, folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(
@@ -168,10 +172,10 @@ class HostedRollouts:
     async def _open_parts(self) -> AsyncIterator[FeedParts]:
         setup = EngineSetup(
             folder=self._folder,
-            run=self._run.identity,
+            run=self._run.identity(),
             root=self._run.path,
             clock=SystemClock(),
-            weights_name=self._run.identity,
+            weights_name=self._run.identity(),
         )
         self._opened = opened = await open_engine(self._config.engine, setup)
         engine = opened.engine

@@ -118,6 +118,7 @@ class VerlRun:
                 host=f"verl {verl_version()}",
                 resume=False,
                 remedy="a run inside verl cannot be resumed, so move it away",
+                decodes="verl",
             )
             stack.enter_context(run)
             self._feed, self._steps = opened(

@@ -16,6 +16,7 @@ import pytest
 
 from rollover.batch import WasteCause
 from rollover.errors import ConfigError, DataError, EngineError, RunError
+from rollover.frontier.replay import read_recorded
 from rollover.report.metrics import read_metrics
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
@@ -142,6 +143,8 @@ def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Fa
     for row in rows:
         assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
     shows_its_run(tmp_path / "ckpt/rollover")  # also while it is at work
+    found = read_recorded(tmp_path / "ckpt/rollover")
+    assert found.takes_turns and found.scenario.max_running == 2 * loop.manager.args.sglang_server_concurrency
 
 
 def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path, servers: Farm) -> None:

@@ -132,6 +132,8 @@ def test_trl_logs_the_rollouts_and_the_report_draws_them(run: tuple[Any, Path]) 
     staleness = [max(lags(seen.batch)) for seen in trained.seen]
     assert logged(trained, "sample/staleness_max") == staleness
     record = read_run(folder / "out" / "rollover")
+    assert record.meta["takes_turns"] is True, "one CPU has the model of both"
+    assert record.meta["max_running"] == trained.rollover_config.engine.max_running
     steps = [row for row in record.metrics if row.kind == "step"]
     assert [row.step for row in steps] == [*range(STEPS)]
     assert [row.values["reward/mean"] for row in steps] == logged(trained, "reward")

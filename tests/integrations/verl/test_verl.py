@@ -18,8 +18,10 @@ from rollover.integrations.verl import AgentLoopManager, ReplayBuffer
 from rollover.integrations.verl.fields import fields, tag
 from rollover.integrations.verl.replicas import VerlReplicas
 from rollover.integrations.verl.rows import VerlRows
+from rollover.integrations.verl.run import VerlParts, VerlRun
 from rollover.integrations.verl.sampler import _unused
 from rollover.integrations.verl.settings import verl_settings, verl_version
+from rollover.report.record import read_config
 from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Trajectory
 from tests.segments import segment
 
@@ -141,6 +143,16 @@ def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
         (folder / "journal.sqlite").touch()
         names.append(folder.name)
     assert names == ["from_step_0", "from_step_0.2", "from_step_0.3"]
+
+
+def test_the_directory_tells_that_replicas_decode_and_take_turns(tmp_path: Path) -> None:
+    end, sizes = SimpleNamespace(eos_token_id=0), {"max_running": 2048, "max_context_tokens": 4096}
+    parts = VerlParts(client=None, replicas=[], reward_workers=None, tokenizer=end, model=str(tmp_path), **sizes)  # type: ignore[arg-type]
+    rows = VerlRows(lambda messages: [1], lambda number: None, group_size=GROUP, chunk=3)
+    VerlRun(verl_settings(config()), parts, rows, first_step=0, folder=tmp_path / "run").close()
+    found = read_config(tmp_path / "run")
+    assert found["engine"] == {"kind": "verl"}, "and no embedded one"
+    assert (found["meta"]["max_running"], found["meta"]["takes_turns"]) == (2048, True)
 
 
 # -- prompts and fields -----------------------------------------------------------------------------------------------

@@ -37,10 +37,8 @@ class Answers:
     failed: list[bool]
 
     @property
-    def env_mask(self) -> list[list[int]] | None:
-        """Return 1 for tokens that were sampled and 0 for tokens of failed samples; ``None`` when none has failed."""
-        if not any(self.failed):
-            return None
+    def env_mask(self) -> list[list[int]]:
+        """Return 1 for tokens that were sampled and 0 for tokens of failed samples."""
         return [[int(not failed)] * len(ids) for ids, failed in zip(self.completion_ids, self.failed, strict=True)]
 
     @classmethod
@@ -99,9 +97,7 @@ def _untrained(
     output: Mapping[str, Any], answers: Answers, mask_BT: Tensor, advantages_alone: bool
 ) -> Mapping[WasteCause, int]:
     """Count tokens without a gradient by cause, each once: by the cause that comes first in the loss."""
-    left_BT = _padded(
-        [[not f] * len(t) for f, t in zip(answers.failed, answers.completion_ids, strict=True)], like=mask_BT
-    )
+    left_BT = _padded(answers.env_mask, like=mask_BT)
     ratio = output.get("importance_sampling_ratio", torch.ones_like(mask_BT)).cpu()
     rejected = WasteCause.REJECTED_SAMPLE if ratio.shape[1] == 1 else WasteCause.REJECTED_WEIGHT
     causes = [(WasteCause.MASKED_TRUNCATED, ~mask_BT), (rejected, (ratio == 0).expand_as(mask_BT))]
@@ -116,7 +112,7 @@ def _untrained(
     return found
 
 
-def _padded(rows: Sequence[Sequence[bool]], *, like: Tensor) -> Tensor:
+def _padded(rows: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
     padded_BT = torch.zeros_like(like)
     for b, row in enumerate(rows):
         padded_BT[b, : len(row)] = torch.tensor(row)

@@ -89,8 +89,7 @@ class HostedRollouts:
             deadlines=Deadlines(update_timeout_s=2 * timeout_s),
             observer=observer,
         )
-        devices = {numbered(parameter.device) for parameter in model.parameters()}
-        shares = not devices.isdisjoint(config.engine.devices())
+        shares = any(numbered(parameter.device) in config.engine.devices() for parameter in model.parameters())
         run.note_engine(self._opened.engine.capabilities, takes_turns=shares)
         self._publisher = Publisher(self._opened.weights, folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""

@@ -189,16 +189,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             "completion_ids": answers.completion_ids,
             "logprobs": answers.logprobs,
         }
-        return fields if answers.env_mask is None else {**fields, "env_mask": answers.env_mask}
+        return {**fields, "env_mask": answers.env_mask} if any(answers.failed) else fields
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Call the reward functions for decoded completions. Failed ones get no reward."""
+        """Call the reward functions for decoded completions. Failed ones get no reward, and no ``log_extra``."""
         failed = self._answers.failed if self._answers is not None else []
         if not any(failed):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         there = [i for i, is_failed in enumerate(failed) if not is_failed]
         some = [[column[i] for i in there] for column in (inputs, prompts, completions, completion_ids_list)]
         found = super()._calculate_rewards(*some)
+        for column, values in self._pending_extra_logs.items():
+            given = iter(values)
+            self._pending_extra_logs[column] = [None if is_failed else next(given, None) for is_failed in failed]
         rewards = torch.full((len(failed), found.shape[1]), torch.nan, dtype=found.dtype, device=found.device)
         rewards[there] = found
         return rewards

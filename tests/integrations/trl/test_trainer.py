@@ -287,19 +287,21 @@ def test_a_failed_sibling_counts_neither_in_loss_nor_in_baseline(
 
     asked: list[int] = []
 
-    def reward(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    def reward(completions: Sequence[str], answer: Sequence[str], log_extra: Any, **columns: Any) -> list[float]:
         asked.append(len(completions))
+        log_extra("letter", [*answer])
         return share(completions, answer)
 
     monkeypatch.setattr(rollouts, "open_engine", flawed)
-    watched = trainer(
-        tiny_model, tmp_path, asked={"rollout": {"strategy": "sync", "max_retries": 0}}, reward=reward, max_steps=1
-    )
+    once = {"rollout": {"strategy": "sync", "max_retries": 0}}
+    watched = trainer(tiny_model, tmp_path, asked=once, reward=reward, max_steps=1, log_completions=True)
     watched.train()
     (seen,) = watched.seen
     failed = [i for i, is_failed in enumerate(seen.answers.failed) if is_failed]
     assert failed == [1 * GENERATIONS + 2]
     assert asked == [PROMPTS * GENERATIONS - 1]
+    letter_of = [letters()[row]["answer"] for row in seen.answers.rows]
+    assert [*watched._logs["extra"]["letter"]] == [None if i in failed else each for i, each in enumerate(letter_of)]
     advantages = seen.output["advantages"].tolist()
     assert advantages[failed[0]] == 0.0
     assert seen.output["tool_mask"][failed[0], 0] == 0

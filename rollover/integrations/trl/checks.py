@@ -116,6 +116,19 @@ def arguments_in_the_way(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield "train_dataset has images, which no engine of Rollover supports: leave the column out"
 
 
+_CUTS = "but TRL computes log-probs over the whole vocabulary, so truncated sampling would be weighted wrongly"
+_MASKS = "which masks tokens in the middle of the loss, so that they would be counted as trained"
+_LIMITED: Mapping[str, tuple[tuple[float | None, ...], str]] = {
+    "top_p": ((1.0, None), _CUTS),
+    "top_k": ((0, -1, None), _CUTS),
+    "min_p": ((0.0, None), _CUTS),
+    "repetition_penalty": ((1.0,), "which TRL's log-probs do not take into account"),
+    "top_entropy_quantile": ((1.0,), _MASKS),
+    "off_policy_mask_threshold": ((None,), _MASKS),
+}
+"""Settings of which not all values work: those that do, and what is wrong with the others."""
+
+
 def settings_in_the_way(args: Any, *, num_processes: int, is_sharded: bool) -> Iterator[str]:
     """Yield what is wrong with the settings once TRL has completed them."""
     if num_processes > 1:
@@ -142,26 +155,13 @@ def settings_in_the_way(args: Any, *, num_processes: int, is_sharded: bool) -> I
             f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but the loss 'vespo'"
             " already weights whole sequences: set it to 'token_truncate' or 'token_mask'"
         )
-    yield from _cuts_logprobs(args)
+    for name, (allowed, why) in _LIMITED.items():
+        if (value := getattr(args, name)) not in allowed:
+            yield f"GRPOConfig.{name} is {value}, {why}: set it to {allowed[0]}"
     if args.generation_kwargs:
         yield (
             f"GRPOConfig.generation_kwargs sets {', '.join(args.generation_kwargs)} for TRL's own generation, which"
             " Rollover replaces: leave it out; settings of the engine go to rollover={'engine': {...}}"
-        )
-
-
-def _cuts_logprobs(args: Any) -> Iterator[str]:
-    """Yield settings whose samples have other log-probs than TRL computes."""
-    for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
-        if (value := getattr(args, name)) not in off:
-            yield (
-                f"GRPOConfig.{name} is {value}, but TRL computes log-probs over the whole vocabulary, so tokens sampled"
-                f" from a truncated distribution would be weighted wrongly: set it to {off[0]}"
-            )
-    if args.repetition_penalty != 1.0:
-        yield (
-            f"GRPOConfig.repetition_penalty is {args.repetition_penalty}, which TRL's log-probs do not take into"
-            " account: set it to 1.0"
         )
 
 

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ({"top_k": 20}, r"GRPOConfig\.top_k is 20"),
         ({"min_p": 0.1}, r"GRPOConfig\.min_p is 0\.1"),
         ({"repetition_penalty": 1.1}, r"GRPOConfig\.repetition_penalty is 1\.1"),
+        ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile is 0\.2, which masks tokens .* set it to 1\.0"),
+        ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold is 0\.5, which masks .* set it to None"),
         ({"generation_kwargs": {"length_penalty": 2.0}}, r"generation_kwargs sets length_penalty"),
         ({"use_vllm": True}, "use_vllm is True, but Rollover opens the engine"),
         ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching is True"),

@@ -212,8 +212,7 @@ def turn_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
         return group_std(algorithm, batch)
     rewards_BK, shaping_B, turn_T = batch.turns
     exists_BK = ~rewards_BK.isnan()
-    to_go_BK = rewards_BK.nan_to_num().flip(1).cumsum(1).flip(1) + shaping_B[:, None]
-    to_go_BK = torch.where(exists_BK, to_go_BK, 0.0)
+    to_go_BK = torch.where(exists_BK, rewards_BK.nan_to_num().flip(1).cumsum(1).flip(1) + shaping_B[:, None], 0.0)
     centred_BK = torch.stack([replace(batch, rewards_B=column_B).centred_B for column_B in to_go_BK.unbind(1)], 1)
     squares_B = batch._group_sums((centred_BK**2).sum(1))[batch.group_B]
     most_G = exists_BK.new_zeros(int(batch.group_B.max()) + 1, dtype=torch.int64)
@@ -253,7 +252,8 @@ def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
 def _whiten(algorithm: Algorithm, x_T: Tensor, mask_T: Tensor) -> Tensor:
     """Normalise to mean 0 and deviation 1 over the unmasked tokens of the global batch, if there are any."""
     count = mask_T.sum().clamp(min=1)
-    centred_T = x_T - (x_T * mask_T).sum() / count
+    above_T = x_T - x_T.where(mask_T > 0, x_T.max()).min()  # exactly 0 if all are equal
+    centred_T = above_T - (above_T * mask_T).sum() / count
     variance = (centred_T**2 * mask_T).sum() / (count - algorithm.advantage_ddof).clamp(min=1)
     return centred_T / (variance.sqrt() + algorithm.advantage_eps)
 

@@ -100,6 +100,18 @@ def test_reinforce_plus_plus_whitens_over_trained_tokens_only() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
+def test_equal_rewards_are_exactly_0_when_whitened() -> None:
+    """The mean of 19 times 0.1 is not 0.1 in floating point. The last token is masked."""
+    actual = compute_advantages(
+        row("reinforce++", kl_coef=0.0),
+        rewards_B=f64(0.1, 0.1, 0.1, 0.1, -5),
+        group_B=torch.tensor([0, 0, 1, 1, 1]),
+        sample_T=torch.tensor([0] * 3 + [1] * 4 + [2] * 5 + [3] * 7 + [4]),
+        loss_mask_T=f64(*[1] * 19, 0),
+    )
+    assert actual[:19].tolist() == [0.0] * 19 and actual[19] < 0
+
+
 def test_its_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
     # centred rewards 0.5, -0.5 | 2, -2 on 1, 1, 1, 3 tokens: mean -4/6 = -2/3,
     # squares 0.25 + 0.25 + 4 + 12 = 16.5, variance 16.5/6 - 4/9 = 2.305556

@@ -93,14 +93,6 @@ def once_bad(prompts: list[str], completions: list[str], path: list[str], **colu
     return [1.0]
 
 
-def infinite(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [float("inf")]
-
-
-def bare(prompts: list[str], completions: list[str], **columns: Any) -> float:
-    return 1.0
-
-
 def wants_more(prompts: list[str], completions: list[str], rubric: list[str]) -> list[float]:
     return [0.0]
 

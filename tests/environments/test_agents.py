@@ -152,11 +152,7 @@ async def test_a_lost_program_is_told_what_was_said_on_every_branch(function: st
         ("never_asks", 0, r"the program asked nothing for 5 s after its start, .* \(environment\.turn_timeout_s\)"),
         ("waits", 1, "the program asked nothing for 5 s after its reply"),
         ("fails", 1, r"the program died \(exit code 3\)"),
-        (
-            "hoards",
-            1,
-            r"the .* \(exit code 1\); was it out of memory\? It may have 1 GiB \(environment\.max_memory_gib\)",
-        ),
+        ("hoards", 1, r".* \(exit code 1\); was it out of memory\? It may have 1 GiB \(environment\.max_memory_gib\)"),
     ],
 )
 async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies: int, reason: str) -> None:

@@ -68,11 +68,8 @@ def test_the_entries_of_a_dict_are_components_and_their_sum_is_the_reward() -> N
 def test_none_leaves_the_sum_to_the_other_rewards() -> None:
     both = [function(name="one"), EXACT]
     assert found(scores(both, "[None]", a="[None]")[0]) == (1.0, {"exact": 1.0}, None)
-    assert found(scores([function(), EXACT], "{'a': None, 'b': 2}")[0]) == (
-        2.0,
-        {"evaluated/b": 2.0, "exact": 0.0},
-        True,
-    )
+    [part] = scores([function(), EXACT], "{'a': None, 'b': 2}")
+    assert found(part) == (2.0, {"evaluated/b": 2.0, "exact": 0.0}, True)
     for nothing in ("[None]", "[{'a': None}]"):
         [failure] = scores([function()], nothing)
         assert isinstance(failure, NoReward) and "returned None (does not apply)" in str(failure)

@@ -75,10 +75,7 @@ def test_a_message_is_its_role_text_and_calls() -> None:
     [
         (b"{", "no JSON"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no JSON"),
-        (
-            b'{"messages": [{"role": "user", "content": "a"}], "seed": %b%b}' % (b"[" * 700, b"]" * 700),
-            "more than 100 levels",
-        ),
+        (b'{"messages": [{"role": "user", "content": "a"}], "seed": %b%b}' % (b"[" * 700, b"]" * 700), "100 levels"),
         (
             request(
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 700 + "]" * 700}}]}
@@ -124,9 +121,7 @@ def test_calls_that_no_request_could_repeat_are_text_or_named() -> None:
     deep = CALL.replace("1", "[" * 200 + "]" * 200)
     assert (reply(deep, tools=[CALC]).content, reply(deep, tools=[CALC]).calls) == (deep, ())
     read, asked = call_reader("tests.environments.games:give"), ChatRequest(messages=[], may_call=True)
-    with pytest.raises(
-        RewardError, match=r"environment\.parser: the arguments of a call are no JSON \(Object of type set"
-    ):
+    with pytest.raises(RewardError, match=r"environment\.parser: the arguments of a call are no JSON \(Object of type"):
         reply_to(asked, "[('calc', {'a': {1}})]", read, number=1, sizes=(1, 1))
 
 

@@ -16,17 +16,8 @@ from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.errors import DataError, RewardError
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
+from tests.environments.test_agents import Plain
 from tests.environments.test_episodes import HERE, TOOLS, call
-
-
-class Letters:
-    """A tokenizer and a writer of one token per character."""
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, ids))
-
-    def write(self, messages: Any, last_id: int, columns: Any) -> tuple[int, ...]:
-        return tuple(map(ord, "".join(message["content"] for message in messages)))
 
 
 def episode(*turns: str, index: int = 0, answers: Sequence[Observation] = ()) -> Trajectory:
@@ -38,7 +29,7 @@ def episode(*turns: str, index: int = 0, answers: Sequence[Observation] = ()) ->
 
 
 def actor(config: Any, max_new_tokens: int = 500) -> EpisodeActor:
-    letters: Any = Letters()
+    letters: Any = Plain()
     return EpisodeActor({"s": SourceEnvironment(config, letters, max_new_tokens)}, letters, seed=1)
 
 
@@ -136,7 +127,7 @@ async def test_a_message_that_the_template_refuses_fails_its_sample_alone(monkey
     def refuse(*given: Any) -> None:
         raise DataError("the chat template rejects these messages: no such role")
 
-    monkeypatch.setattr(Letters, "write", refuse)
+    monkeypatch.setattr(Plain, "write", refuse)
     (failed,) = await acted(FAST, episode(call("add", a=1, b=2)))
     assert isinstance(failed, RewardError) and "turn 1: the chat template rejects these messages" in str(failed)
 

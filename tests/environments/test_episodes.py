@@ -119,10 +119,7 @@ def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
         ("{'messages': 'a', 'score': 1}", "its answer has 'score'; it may have messages, reward and done"),
         ("{'messages': 'a', 'done': 1}", "done is 1: it must be True or False"),
         ("{'messages': 'a', 'reward': 10**400}", "its reward is 1000"),
-        (
-            "('a', 1.0, False, {})",
-            "a message of its answer is no text and has none: 1.0: return a text, messages, a table",
-        ),
+        ("('a', 1.0, False, {})", "a message of its answer is no text and has none: 1.0: return a text, messages"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
@@ -132,11 +129,8 @@ def test_an_answer_that_cannot_be_used_fails_with_the_reason(answer: str, reason
 
 
 def test_answers_of_a_class_are_texts_messages_or_the_end() -> None:
-    texts = [
-        "'hello'",
-        "[{'role': 'system', 'content': 'be brief'}]",
-        "{'messages': 'last', 'reward': 2, 'done': True}",
-    ]
+    end = "{'messages': 'last', 'reward': 2, 'done': True}"
+    texts = ["'hello'", "[{'role': 'system', 'content': 'be brief'}]", end]
     first, second, third = stepped(ClassConfig(factory=f"{HERE}:Says"), *texts)
     assert first["messages"] == [{"role": "user", "content": "hello"}]
     assert second["messages"] == [{"role": "system", "content": "be brief"}]

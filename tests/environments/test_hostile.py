@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ import pytest
 from rollover.environments.keeper import _BoundedOutput, describe_exit
 from rollover.environments.rewards import FunctionConfig
 from rollover.environments.rewards.base import RewardSpec
-from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
-from tests.environments.test_scorer import prompt, trajectory
-from tests.environments.words import char_tokenizer
-from tests.speed import within
+from tests.environments.test_scorer import PATIENCE_S, prompt, scoring, trajectory
 
 HOSTILE = "tests.environments.hostile"
-_PATIENCE_S = within(120.0)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+pytestmark = [
+    pytest.mark.real_time,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
+]
 
 
 @pytest.fixture
@@ -69,20 +68,7 @@ def specs(name: str, **fields: Any) -> list[RewardSpec]:
         config = FunctionConfig(function=f"{HOSTILE}:{name}", **given)
         return RewardSpec(source=source, config=config)
 
-    return [of("s", _PATIENCE_S), of("late", 0.3)]
-
-
-def with_scorer(made: list[RewardSpec], use: Callable[[RewardScorer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        scorer = RewardScorer(made, char_tokenizer())
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await use(scorer)
-        finally:
-            async with asyncio.timeout(_PATIENCE_S):
-                await scorer.close()
-
-    asyncio.run(run())
+    return [of("s", PATIENCE_S), of("late", 0.3)]
 
 
 @pytest.mark.parametrize(
@@ -101,29 +87,27 @@ def with_scorer(made: list[RewardSpec], use: Callable[[RewardScorer], Awaitable[
         "reads_standard_input",
     ],
 )
-def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_every_sample_gets_its_own_reward_and_no_process_is_left(
+    name: str, marked: Callable[[], list[int]]
+) -> None:
+    async with scoring(specs(name, workers=2)) as scorer:
         numbers = range(3 if name == "prints_a_lot" else 12)
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(), str(n))) for n in numbers))
         assert rewards == [float(n) for n in numbers]
         assert marked(), "the mark finds what is alive"
-
-    with_scorer(specs(name, workers=2), use)
     assert marked() == []
 
 
 @pytest.mark.parametrize(
     "name", ["leaves_a_program", "leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"]
 )
-def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Callable[[], list[int]]) -> None:
+    async with scoring(specs(name)) as scorer:
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
         with pytest.raises(RewardError, match=r"timed out after 0\.3 s"):
             await scorer.score(trajectory(prompt("late"), "hang 2"))
         assert (scorer.num_processes, marked()) == (0, [])
         assert await scorer.score(trajectory(prompt(), "3")) == 3.0
-
-    with_scorer(specs(name), use)
     assert marked() == []
 
 
@@ -140,10 +124,11 @@ def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Ca
         ("raises_a_book", "1", "ValueError: zzz"),
     ],
 )
-def test_a_function_that_ruins_its_process_fails_its_sample_alone(
+async def test_a_function_that_ruins_its_process_fails_its_sample_alone(
     name: str, text: str, message: str, marked: Callable[[], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use(scorer: RewardScorer) -> None:
+    monkeypatch.setenv("HOSTILE_FILE", str(tmp_path / "file"))
+    async with scoring(specs(name)) as scorer:
         for _ in range(2):
             with pytest.raises(RewardError) as caught:
                 await scorer.score(trajectory(prompt(), text))
@@ -151,15 +136,12 @@ def test_a_function_that_ruins_its_process_fails_its_sample_alone(
             assert len(str(caught.value)) < 1000
             if name != "raises_a_book":
                 assert await scorer.score(trajectory(prompt(), "3")) == 3.0
-
-    monkeypatch.setenv("HOSTILE_FILE", str(tmp_path / "file"))
-    with_scorer(specs(name), use)
     assert marked() == []
     assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
 
 
-def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(marked: Callable[[], list[int]]) -> None:
+    async with scoring(specs("leaves_a_daemon", workers=2)) as scorer:
         texts = ["hang 1", "die 2", "3", "hang 4", "die 5", "6", "7"] * 2
         sources = ["late" if "hang" in text else "s" for text in texts]
         asked = [trajectory(prompt(source), text) for source, text in zip(sources, texts, strict=True)]
@@ -175,27 +157,25 @@ def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(marked: C
             else:
                 assert isinstance(result, RewardError)
         assert scorer.num_processes <= 2
-
-    with_scorer(specs("leaves_a_daemon", workers=2), use)
     assert marked() == []
 
 
-def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def none_left(*args: object, **options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    async def use(scorer: RewardScorer) -> None:
+    async with scoring(specs("leaves_a_thread")) as scorer:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "create_subprocess_exec", none_left)
             with pytest.raises(RewardError, match="a reward process cannot be started: Resource temporarily unavail"):
                 await scorer.score(trajectory(prompt(), "1"))
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
 
-    with_scorer(specs("leaves_a_thread"), use)
 
-
-def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[], list[int]]) -> None:
+    async with scoring(specs("leaves_a_program")) as scorer:
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
         waiting = [asyncio.create_task(scorer.score(trajectory(prompt(), f"hang {n}"))) for n in range(4)]
         await asyncio.sleep(0)
@@ -204,20 +184,18 @@ def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[]
         assert all(isinstance(result, RewardError) for result in results)
         assert (scorer.num_processes, marked()) == (0, [])
 
-    with_scorer(specs("leaves_a_program"), use)
-
 
 KILLED = """
 import asyncio, sys
-from tests.environments.test_hostile import RewardScorer, char_tokenizer, prompt, specs, trajectory
+from tests.environments.test_hostile import prompt, scoring, specs, trajectory
 
 async def run():
-    scorer = RewardScorer(specs(sys.argv[1]), char_tokenizer())
-    await scorer.score(trajectory(prompt(), "1"))
-    hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang 2")))
-    await asyncio.sleep(0.2)
-    print("hanging", flush=True)
-    await hanging
+    async with scoring(specs(sys.argv[1])) as scorer:
+        await scorer.score(trajectory(prompt(), "1"))
+        hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang 2")))
+        await asyncio.sleep(0.2)
+        print("hanging", flush=True)
+        await hanging
 
 asyncio.run(run())
 """
@@ -230,8 +208,8 @@ def test_a_killed_run_leaves_no_process_behind(name: str, marked: Callable[[], l
         assert run.stdout.readline() == "hanging\n"
         assert len(marked()) > 1
         os.kill(run.pid, signal.SIGKILL)
-        run.wait(_PATIENCE_S)
-    deadline_s = time.monotonic() + _PATIENCE_S
+        run.wait(PATIENCE_S)
+    deadline_s = time.monotonic() + PATIENCE_S
     while marked() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert marked() == []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.environments.judges import Answer, JudgeServer, Script, completion, j
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
 
+pytestmark = pytest.mark.real_time
 SETTINGS = {"model": "m", "template": "{prompt}|{response}|{rubric}"}
 
 
@@ -29,38 +31,29 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_FIRST_BACK_OFF_S", 0.0)
 
 
-def with_judge(
-    script: Script,
-    use: Callable[[RewardScorer, JudgeServer], Awaitable[None]],
-    folder: Path | None = None,
-    columns: tuple[str, ...] = ("q", "a"),
-    **settings: Any,
-) -> None:
-    async def run() -> None:
-        async with judge_server(script) as server:
-            config = JudgeConfig(**({"url": server.url} | SETTINGS | settings))
-            spec = RewardSpec(source="s", config=config, prompt_column="q", answer_column="a", columns=columns)
-            scorer = RewardScorer([spec], char_tokenizer(), folder)
-            try:
-                await use(scorer, server)
-            finally:
-                await scorer.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def judging(
+    script: Script, folder: Path | None = None, **settings: Any
+) -> AsyncIterator[tuple[RewardScorer, JudgeServer]]:
+    async with judge_server(script) as server:
+        config = JudgeConfig(**({"url": server.url} | SETTINGS | settings))
+        spec = RewardSpec(source="s", config=config, prompt_column="q", answer_column="a", columns=("q", "a"))
+        scorer = RewardScorer([spec], char_tokenizer(), folder)
+        try:
+            yield scorer, server
+        finally:
+            await scorer.close()
 
 
-def score_of(script: Script, text: str = "abc", columns: dict[str, Any] | None = None, **settings: Any) -> float:
-    found: list[float] = []
-
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
-        found.append(float(await scorer.score(trajectory(prompt(**(columns or {"q": "1+1?", "a": "2"})), text))))
-
-    with_judge(script, use, **settings)
-    return found[0]
+async def score_of(script: Script, text: str = "abc", columns: dict[str, Any] | None = None, **settings: Any) -> float:
+    async with judging(script, **settings) as (scorer, _):
+        return await scorer.score(trajectory(prompt(**(columns or {"q": "1+1?", "a": "2"})), text))
 
 
-def test_a_request_holds_all_that_decides_the_reply() -> None:
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+async def test_a_request_holds_all_that_decides_the_reply() -> None:
+    template = "{prompt}|{response}|{rubric}|{answer}|{low}|{high}"
+    options = {"rubric": "Be kind.", "seed": 3, "max_tokens": 50, "params": {"think": False}, "template": template}
+    async with judging(lambda body: "Because.\nScore: 0.5", **options) as (scorer, server):
         assert await scorer.score(trajectory(prompt(q="1+1? {response}", a="2"), "{rubric} abc")) == 0.5
         assert server.requests == [
             {
@@ -79,14 +72,10 @@ def test_a_request_holds_all_that_decides_the_reply() -> None:
             "judge/reply_tokens": 7.0,
         }
 
-    template = "{prompt}|{response}|{rubric}|{answer}|{low}|{high}"
-    options = {"rubric": "Be kind.", "seed": 3, "max_tokens": 50, "params": {"think": False}, "template": template}
-    with_judge(lambda body: "Because.\nScore: 0.5", use, **options)
 
-
-def test_messages_reach_the_judge_without_the_chat_template() -> None:
+async def test_messages_reach_the_judge_without_the_chat_template() -> None:
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert score_of(
+    assert await score_of(
         lambda body: f"score: {len(body['messages'][0]['content'])}",
         columns={"q": asked, "a": "2"},
         range=(0, 99),
@@ -111,8 +100,8 @@ def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ("1</think>0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
     ],
 )
-def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
-    assert score_of(lambda body: reply, **settings) == score
+async def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
+    assert await score_of(lambda body: reply, **settings) == score
 
 
 @pytest.mark.parametrize(
@@ -135,23 +124,18 @@ def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict
         ("?", {"parser": "tests.environments.functions:parsed"}, "could not convert string to float"),
     ],
 )
-def test_a_reply_without_a_usable_score_fails_its_sample_alone(reply: Any, settings: Any, message: str) -> None:
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
-        with pytest.raises(RewardError) as caught:
-            await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
-        assert message in str(caught.value) and str(caught.value).startswith("reward judge m of source 's': ")
-
-    with_judge(lambda body: reply, use, retries=0, **settings)
+async def test_a_reply_without_a_usable_score_fails_its_sample_alone(reply: Any, settings: Any, message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        await score_of(lambda body: reply, retries=0, **settings)
+    assert message in str(caught.value) and str(caught.value).startswith("reward judge m of source 's': ")
 
 
-def test_a_parser_that_returns_text_is_told_what_to_return() -> None:
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
-        with pytest.raises(DataError) as caught:
-            await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
-        parser = "reward.parser tests.environments.functions:spelled"
-        assert f"{parser} must return a number, a dict of numbers or None, got str '0.5'" in str(caught.value)
-
-    with_judge(lambda body: "0.5", use, parser="tests.environments.functions:spelled")
+async def test_a_parser_that_returns_text_is_told_what_to_return() -> None:
+    parser = "tests.environments.functions:spelled"
+    with pytest.raises(DataError) as caught:
+        await score_of(lambda body: "0.5", parser=parser)
+    expected = f"reward.parser {parser} must return a number, a dict of numbers or None, got str '0.5'"
+    assert expected in str(caught.value)
 
 
 BAD = [
@@ -167,19 +151,20 @@ BAD = [
 ]
 
 
-def test_failures_that_may_pass_are_tried_again_until_the_server_is_well() -> None:
+async def test_failures_that_may_pass_are_tried_again_until_the_server_is_well() -> None:
     for number in range(len(BAD)):
         answers = iter([BAD[number], BAD[number - 1], "Score: 1"])
-        assert score_of(lambda body, answers=answers: next(answers), retries=2) == 1.0
+        assert await score_of(lambda body, answers=answers: next(answers), retries=2) == 1.0
     with pytest.raises(RewardError, match=r"/v1/chat/completions answered 500: oops \(prompt s/0@0\)"):
-        score_of(lambda body: BAD[0], retries=1)
+        await score_of(lambda body: BAD[0], retries=1)
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404])
-def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> None:
+async def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> None:
     answers = iter([Answer(status, b"no such model"), "Score: 1", Answer(status, b"too long")])
 
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+    async with judging(lambda body: next(answers)) as (scorer, server):
+
         async def score(text: str) -> float:
             return await scorer.score(trajectory(prompt(q="?", a="2"), text))
 
@@ -191,27 +176,25 @@ def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> 
             await score("abcd")
         assert len(server.requests) == 3, "and is not tried again"
 
-    with_judge(lambda body: next(answers), use)
 
-
-def test_a_judge_that_is_silent_or_gone_fails_its_sample_by_name() -> None:
+async def test_a_judge_that_is_silent_or_gone_fails_its_sample_by_name() -> None:
     async def silent(body: Any) -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(RewardError, match=r"timed out after 0.05 s \(reward.timeout_s\)"):
-        score_of(silent, timeout_s=0.05, retries=1)
+        await score_of(silent, timeout_s=0.05, retries=1)
     with pytest.raises(RewardError, match=r"http://127.0.0.1:9/v1/chat/completions: ConnectError"):
-        score_of(silent, url="http://127.0.0.1:9/v1", retries=1)
+        await score_of(silent, url="http://127.0.0.1:9/v1", retries=1)
 
 
-def test_no_more_requests_are_open_than_the_config_allows() -> None:
+async def test_no_more_requests_are_open_than_the_config_allows() -> None:
     release = asyncio.Event()
 
     async def held(body: Any) -> str:
         await release.wait()
         return "Score: 1"
 
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+    async with judging(held, concurrency=3) as (scorer, server):
         texts = ["a" * n for n in range(1, 13)]
         tasks = [asyncio.create_task(scorer.score(trajectory(prompt(q="?", a="2"), text))) for text in texts]
         while server.num_open < 3:
@@ -220,50 +203,43 @@ def test_no_more_requests_are_open_than_the_config_allows() -> None:
         assert await asyncio.gather(*tasks) == [1.0] * 12
         assert server.most_open == 3
 
-    with_judge(held, use, concurrency=3)
 
-
-def test_a_reply_is_not_asked_for_again_after_a_restart(tmp_path: Path) -> None:
+async def test_a_reply_is_not_asked_for_again_after_a_restart(tmp_path: Path) -> None:
     scores = iter("123456789")
     script: Script = lambda body: f"Score: 0.{next(scores)}"  # noqa: E731
 
-    def once(**settings: Any) -> float:
-        return score_of(
-            script, folder=tmp_path, **({"url": "http://127.0.0.1:1/v1"} if settings.pop("gone", 0) else {}), **settings
-        )
+    async def once(**settings: Any) -> float:
+        return await score_of(script, folder=tmp_path, **settings)
 
-    assert once() == 0.1
-    assert once(gone=True) == 0.1
-    assert [once(text="other"), once(seed=1), once(template="{response}"), once(model="n")] == [0.2, 0.3, 0.4, 0.5]
-    assert once(gone=True, pattern=r"0\.(.)", range=(0, 9)) == 1.0, "a reply is read anew"
+    gone = {"url": "http://127.0.0.1:1/v1"}
+    assert await once() == 0.1
+    assert await once(**gone) == 0.1
+    changes = ({"text": "other"}, {"seed": 1}, {"template": "{response}"}, {"model": "n"})
+    assert [await once(**change) for change in changes] == [0.2, 0.3, 0.4, 0.5]
+    assert await once(**gone, pattern=r"0\.(.)", range=(0, 9)) == 1.0, "a reply is read anew"
     assert stat.S_IMODE((tmp_path / "judge.sqlite").stat().st_mode) == 0o600
 
 
-def test_the_key_reaches_the_server_and_nobody_else(
+async def test_the_key_reaches_the_server_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-4711")
-
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
-        with pytest.raises(DataError) as caught:
+    caplog.set_level("DEBUG", logger="rollover")
+    rejected = Answer(401, b"bad key secret-4711")
+    async with judging(lambda body: rejected, tmp_path, api_key_env="JUDGE_KEY") as (scorer, server):
+        with pytest.raises(DataError, match=r"answered 401: bad key \[hidden\]") as caught:
             await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
-        assert (
-            "Authorization: Bearer secret-4711" in server.headers[0]
-            or "authorization: Bearer secret-4711" in server.headers[0]
-        )
-        assert "answered 401: bad key [hidden]" in str(caught.value) and "4711" not in str(caught.value)
-
-    with caplog.at_level("DEBUG", logger="rollover"):
-        with_judge(lambda body: Answer(401, b"bad key secret-4711"), use, tmp_path, api_key_env="JUDGE_KEY")
+        assert "authorization: bearer secret-4711" in server.headers[0].lower()
+    assert "4711" not in str(caught.value)
     assert "4711" not in caplog.text
     assert b"4711" not in (tmp_path / "judge.sqlite").read_bytes()
     monkeypatch.setenv("JUDGE_KEY", "secret-4711\n")
     with pytest.raises(DataError, match=r"the environment variable JUDGE_KEY holds no key") as caught:
-        score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
+        await score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
     assert "4711" not in str(caught.value)
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(DataError, match=r"reward.api_key_env: the environment variable JUDGE_KEY is not set"):
-        score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
+        await score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
 
 
 @pytest.mark.parametrize(
@@ -310,11 +286,9 @@ def test_a_judge_reads_the_question_without_the_chat_template() -> None:
     assert kept == row
 
 
-def test_a_score_that_was_missing_is_asked_for_again_from_a_mended_judge(tmp_path: Path) -> None:
-    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+async def test_a_score_that_was_missing_is_asked_for_again_from_a_mended_judge(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="has no score"):
+        await score_of(lambda body: "I refuse.", folder=tmp_path)
+    async with judging(lambda body: "Score: 1", folder=tmp_path) as (scorer, _):
         assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
         assert scorer.judge_metrics["judge/requests"] == 1.0 and scorer.judge_metrics["judge/recalled"] == 0.0
-
-    with pytest.raises(RewardError, match="has no score"):
-        with_judge(lambda body: "I refuse.", use, folder=tmp_path)
-    with_judge(lambda body: "Score: 1", use, folder=tmp_path)

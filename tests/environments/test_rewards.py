@@ -137,19 +137,6 @@ def test_a_conversation_reaches_the_function_as_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("infinite", "functions:infinite returned inf, which is not finite"),
-        ("bare", "functions:bare must return a list of 1 number, got float 1.0"),
-    ],
-)
-def test_a_reward_that_is_no_number_names_its_function(name: str, message: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        scored(function(name), "abc", {})
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("path", "message"),
     [
         ("no_such_module:f", "cannot import 'no_such_module' (ModuleNotFoundError"),

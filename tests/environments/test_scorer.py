@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,9 @@ from tests.segments import segment
 from tests.speed import within
 
 FUNCTIONS = "tests.environments.functions"
+PATIENCE_S = within(120.0)
+
+pytestmark = pytest.mark.real_time
 
 
 def trajectory(prompt: Prompt, text: str) -> Trajectory:
@@ -41,60 +45,40 @@ def spec(name: str, source: str = "s", columns: tuple[str, ...] = (), **fields: 
     return RewardSpec(source=source, config=config, columns=columns)
 
 
-def with_scorer(specs: list[RewardSpec], use: Callable[[RewardScorer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        scorer = RewardScorer(specs, char_tokenizer())
+@asynccontextmanager
+async def scoring(specs: Sequence[RewardSpec]) -> AsyncIterator[RewardScorer]:
+    scorer = RewardScorer(specs, char_tokenizer())
+    async with asyncio.timeout(PATIENCE_S):
         try:
-            await use(scorer)
+            yield scorer
         finally:
             await scorer.close()
 
-    asyncio.run(run())
 
-
-def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
-    async def use(scorer: RewardScorer) -> None:
-        for text, reward in ((f"#### {answer}", 1.0), ("#### x", 0.0), ("", 0.0)):
-            assert await scorer.score(trajectory(asked, text)) == reward
-
+async def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
     for workers in (0, 1):
         config = ReasoningGymConfig(name="chain_sum", reward=VerifierConfig(extract="hashes", workers=workers))
         source = train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0)
         asked = source.prompt(5)
         answer = asked.columns["answer"]
-        with_scorer(list(source.reward_specs), use)
+        async with scoring(source.reward_specs) as scorer:
+            for text, reward in ((f"#### {answer}", 1.0), ("#### x", 0.0), ("", 0.0)):
+                assert await scorer.score(trajectory(asked, text)) == reward
 
 
-def test_special_tokens_are_not_part_of_the_response() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_special_tokens_are_not_part_of_the_response() -> None:
+    async with scoring([spec("length")]) as scorer:
         assert await scorer.score(trajectory(prompt(), "four")) == 4.0
 
-    with_scorer([spec("length")], use)
+
+async def test_a_reward_frozen_in_c_is_killed() -> None:
+    async with scoring([spec("freezes", timeout_s=0.3, retries=0)]) as scorer:
+        with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
+            await scorer.score(trajectory(prompt(), "x"))
 
 
-def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
-    async def use(scorer: RewardScorer) -> None:
-        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
-        with pytest.raises(RewardError) as caught:
-            await scorer.score(trajectory(prompt(), "hang"))
-        assert f"reward {FUNCTIONS}:hangs of source 's': timed out after 0.3 s" in str(caught.value)
-        assert scorer.num_processes == 0
-        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
-
-    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
-
-
-def test_a_reward_frozen_in_c_is_killed_too() -> None:
-    async def use(scorer: RewardScorer) -> None:
-        async with asyncio.timeout(within(60.0)):
-            with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
-                await scorer.score(trajectory(prompt(), "x"))
-
-    with_scorer([spec("freezes", timeout_s=0.3, retries=0)], use)
-
-
-def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
+    async with scoring([spec("hangs", timeout_s=0.3, retries=0)]) as scorer:
         await scorer.score(trajectory(prompt(), "ok"))
         hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
         turns = 0
@@ -104,11 +88,9 @@ def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
         assert isinstance(hanging.exception(), RewardError)
         assert turns > 100
 
-    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
 
-
-def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
+    async with scoring([spec("hangs", timeout_s=60.0)]) as scorer:
         await scorer.score(trajectory(prompt(), "ok"))
         hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
         await asyncio.sleep(0)
@@ -118,15 +100,11 @@ def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
         assert scorer.num_processes == 0
         assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
 
-    with_scorer([spec("hangs", timeout_s=60.0)], use)
 
-
-def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
+    async with scoring([spec("once_bad", columns=("path",))]) as scorer:
         asked = prompt(path=str(tmp_path / "called"))
         assert await scorer.score(trajectory(asked, "x")) == 1.0
-
-    with_scorer([spec("once_bad", columns=("path",))], use)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +115,13 @@ def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
         ("out_of_its_own_time", "TimeoutError: the judge did not answer (functions.py, line "),
     ],
 )
-def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
+    async with scoring([spec(name)]) as scorer:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), "x"))
         text = str(caught.value)
         assert text.startswith(f"reward {FUNCTIONS}:{name} of source 's': ")
         assert message in text and "(prompt s/0@0)" in text
-
-    with_scorer([spec(name)], use)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -156,50 +132,39 @@ def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: st
         ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
     ],
 )
-def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int, text: str, message: str) -> None:
+async def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int, text: str, message: str) -> None:
     attempts = mock.Mock(side_effect=Rater._attempt)
-
-    async def use(scorer: RewardScorer) -> None:
-        with pytest.raises(RewardError) as caught:
-            await scorer.score(trajectory(prompt(), text))
-        assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
-        assert await scorer.score(trajectory(prompt(), "[2]")) == 2.0
-        assert attempts.call_count == 2
-
     with mock.patch.object(Rater, "_attempt", lambda *given, **named: attempts(*given, **named)):
-        with_scorer([spec("evaluated", workers=workers, retries=3)], use)
+        async with scoring([spec("evaluated", workers=workers, retries=3)]) as scorer:
+            with pytest.raises(RewardError) as caught:
+                await scorer.score(trajectory(prompt(), text))
+            assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
+            assert await scorer.score(trajectory(prompt(), "[2]")) == 2.0
+            assert attempts.call_count == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int) -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int) -> None:
+    async with scoring([spec("evaluated", workers=workers)]) as scorer:
         with pytest.raises(DataError) as caught:
             await scorer.score(trajectory(prompt(), "1.0"))
         assert not isinstance(caught.value, RewardError)
         assert f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got " in str(caught.value)
 
-    with_scorer([spec("evaluated", workers=workers)], use)
 
-
-def test_a_function_that_was_right_once_fails_only_its_sample() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_function_that_was_right_once_fails_only_its_sample() -> None:
+    async with scoring([spec("evaluated")]) as scorer:
         assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
         with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
             await scorer.score(trajectory(prompt(), "[]"))
 
-    with_scorer([spec("evaluated")], use)
 
-
-def test_a_function_that_its_process_cannot_build_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(scorer: RewardScorer) -> None:
-        monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
-        with pytest.raises(
-            DataError, match=r"cannot import 'tests.environments.only_once' \(RuntimeError: once was enough\)"
-        ):
-            await scorer.score(trajectory(prompt(), "x"))
-
+async def test_a_function_that_its_process_cannot_build_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = FunctionConfig(function="tests.environments.only_once:reward", workers=1)
-    with_scorer([RewardSpec(source="s", config=config)], use)
+    async with scoring([RewardSpec(source="s", config=config)]) as scorer:
+        monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
+        with pytest.raises(DataError, match=r"cannot import 'tests.environments.only_once' \(RuntimeError: once was"):
+            await scorer.score(trajectory(prompt(), "x"))
 
 
 @pytest.fixture
@@ -224,8 +189,8 @@ def checked(*timeouts_s: float) -> list[RewardSpec]:
 
 
 @pytest.mark.usefixtures("slow_library")
-def test_a_check_against_a_known_answer_that_is_late_scores_0_once() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_a_check_against_a_known_answer_that_is_late_scores_0_once() -> None:
+    async with scoring(checked(60.0, 0.3)) as scorer:
         asked, late = prompt("s0", answer="4"), prompt("s1", answer="4")
         assert await scorer.score(trajectory(asked, "4")) == 1.0
         assert await scorer.score(trajectory(late, "so \\boxed{hang}")) == 0.0
@@ -236,11 +201,9 @@ def test_a_check_against_a_known_answer_that_is_late_scores_0_once() -> None:
         assert await scorer.score(trajectory(asked, "4")) == 1.0
         assert scorer.num_late == 2
 
-    with_scorer(checked(60.0, 0.3), use)
-
 
 @pytest.mark.usefixtures("slow_library")
-def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines_s: list[float] = []
 
     async def late(pool: WorkerPool, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
@@ -250,7 +213,8 @@ def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatc
             raise TimeoutError
         return {"values": [1.0]}
 
-    async def one_by_one(scorer: RewardScorer) -> None:
+    monkeypatch.setattr(WorkerPool, "run", late)
+    async with scoring(checked(10.0)) as scorer:
         for n in range(64):
             await scorer.score(trajectory(prompt("s0", answer="4"), f"hang {n}"))
         assert deadlines_s == [10.0] * 6 + [1.0] * 58
@@ -259,11 +223,8 @@ def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatc
         await scorer.score(trajectory(prompt("s0", answer="4"), "hang after all"))
         assert deadlines_s[-1] == 10.0
 
-    monkeypatch.setattr(WorkerPool, "run", late)
-    with_scorer(checked(10.0), one_by_one)
 
-
-def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_other_episode(
+async def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_other_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replies: list[Any] = [TimeoutError(), 0.5, 2.0]
@@ -274,12 +235,10 @@ def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_other_
             raise reply
         return {"values": [reply]}
 
-    async def use(scorer: RewardScorer) -> None:
+    monkeypatch.setattr(WorkerPool, "run", late_once)
+    async with scoring([RewardSpec(source="s", config=EnvironmentRewardConfig())]) as scorer:
         assert [await scorer.score(trajectory(prompt(), "done")) for _ in range(2)] == [0.5, 2.0]
         assert scorer.num_late == 0
-
-    monkeypatch.setattr(WorkerPool, "run", late_once)
-    with_scorer([RewardSpec(source="s", config=EnvironmentRewardConfig())], use)
 
 
 ODD_REASONS = [
@@ -298,74 +257,61 @@ ODD_REASONS = [
         ("KeyboardInterrupt", "KeyboardInterrupt: by the function (functions.py, line ", 1),
     ],
 )
-def test_any_exception_fails_its_sample_with_a_reason_and_prints_nothing(
+async def test_any_exception_fails_its_sample_with_a_reason_and_prints_nothing(
     kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def use(scorer: RewardScorer) -> None:
+    name = "raises_anything" if workers else "raises_anything_async"
+    async with scoring([spec(name, workers=workers, retries=0)]) as scorer:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), kind))
         assert reason in str(caught.value) and "\n" not in str(caught.value)
         assert scorer.num_processes == workers, "the process lives on"
-
-    name = "raises_anything" if workers else "raises_anything_async"
-    with_scorer([spec(name, workers=workers, retries=0)], use)
     out, err = capfd.readouterr()
     assert out + err == ""
 
 
-def test_ctrl_c_ends_the_run_while_a_function_is_called_inside_it() -> None:
-    async def use(scorer: RewardScorer) -> None:
-        await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
-
+async def test_ctrl_c_ends_the_run_while_a_function_is_called_inside_it() -> None:
     with pytest.raises(KeyboardInterrupt):
-        with_scorer([spec("raises_anything_async", workers=0)], use)
+        async with scoring([spec("raises_anything_async", workers=0)]) as scorer:
+            await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
 
 
-def test_a_scoring_that_is_closed_from_outside_ends() -> None:
+async def test_a_scoring_that_is_closed_from_outside_ends() -> None:
     forever = spec("awaited_forever", workers=0)
     reward = forever.config.build(forever)
     sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
 
-    async def use() -> None:
-        scoring = score_once(reward, [sample])
+    one = score_once(reward, [sample])
 
-        async def give_up() -> None:
-            scoring.throw(GeneratorExit)
+    async def give_up() -> None:
+        one.throw(GeneratorExit)
 
-        scoring.send(None)
-        with pytest.raises(GeneratorExit):
-            await asyncio.create_task(give_up())
-
-    asyncio.run(use())
+    one.send(None)
+    with pytest.raises(GeneratorExit):
+        await asyncio.create_task(give_up())
 
 
-def test_sources_share_one_pool_of_the_largest_size() -> None:
+async def test_sources_share_one_pool_of_the_largest_size() -> None:
     specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
 
-    async def use(scorer: RewardScorer) -> None:
+    async with scoring(specs) as scorer:
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc"))
         assert rewards == [3.0, 0.25, 0.25] * 3
         assert 1 <= scorer.num_processes <= 2
 
-    with_scorer(specs, use)
 
-
-def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> None:
-    async def use(scorer: RewardScorer) -> None:
+async def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> None:
+    async with scoring([spec("awaited_forever", workers=0, timeout_s=0.05, retries=1)]) as scorer:
         with pytest.raises(RewardError, match=r"timed out after 0.05 s"):
             await scorer.score(trajectory(prompt(), "x"))
         assert scorer.num_processes == 0
 
-    with_scorer([spec("awaited_forever", workers=0, timeout_s=0.05, retries=1)], use)
-
 
 @pytest.mark.parametrize("name", ["runs_a_loop", "judge", "partly_awaited"])
-def test_a_function_may_run_a_loop_of_its_own_or_be_any_form_of_async(name: str) -> None:
-    async def use(scorer: RewardScorer) -> None:
-        assert [await scorer.score(trajectory(prompt(), "x")) for _ in range(2)] == [0.25, 0.25]
-
+async def test_a_function_may_run_a_loop_of_its_own_or_be_any_form_of_async(name: str) -> None:
     for workers in (1,) if name == "runs_a_loop" else (0, 1):
-        with_scorer([spec(name, workers=workers, retries=0)], use)
+        async with scoring([spec(name, workers=workers, retries=0)]) as scorer:
+            assert [await scorer.score(trajectory(prompt(), "x")) for _ in range(2)] == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("name", ["remembered", "partly_remembered"])
@@ -383,11 +329,6 @@ def test_a_generator_is_refused(name: str) -> None:
 def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
     with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
         RewardScorer([spec("length", workers=0)], char_tokenizer())
-
-
-def test_a_wrong_function_is_told_when_the_scorer_is_made() -> None:
-    with pytest.raises(DataError, match="asks for 'rubric'"):
-        RewardScorer([spec("wants_more")], char_tokenizer())
 
 
 def test_pass_scores_are_the_sources_own() -> None:

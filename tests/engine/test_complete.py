@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -57,13 +58,7 @@ def test_a_response_with_a_decoded_end_is_not_asked_for_again() -> None:
     class Mute(Failing):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             async for chunk in FakeEngine.generate(self, request):
-                yield Chunk(
-                    token_ids=chunk.token_ids,
-                    logprobs=chunk.logprobs,
-                    policy_version=0,
-                    kv_version=0,
-                    finish_reason=None,
-                )
+                yield replace(chunk, finish_reason=None)
             raise EngineError("died before it said why")
 
     engine = Mute(after=0, failures=0, length=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +9,14 @@ import pytest
 import torch
 
 from rollover.engine.embedded import EmbeddedConfig
-from rollover.engine.embedded.core_loop import ThreadLoop
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.errors import EngineError
 from rollover.weights.adapters import AdapterSource, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights, MemoryWeights
-from tests.engine.contract import EngineContract, FullEngine, collect, request
+from tests.engine.contract import collect, request
 from tests.engine.embedded.harness import digests_in, digests_of
-from tests.engine.embedded.test_contract import pace
+from tests.engine.embedded.test_contract import Embedded
 from tests.engine.models import saved, tiny_model
 from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
 
@@ -37,18 +35,7 @@ def merged(folder: Path, version: int, given: dict[str, LowRank]) -> MemoryWeigh
     return MemoryWeights(version, MergedWeights(dict(FolderWeights(0, folder).tensors()), given))
 
 
-class TestAnEngineThatIsGivenAdaptersKeepsTheContract(EngineContract):
-    @pytest.fixture(autouse=True)
-    def _model(self, folder: Path) -> Iterator[None]:
-        self.folder = folder
-        yield
-
-    def make_engine(self) -> FullEngine:
-        engine = EmbeddedEngine.from_folder(self.folder, CONFIG)
-        assert isinstance(engine._loop, ThreadLoop)
-        pace(engine._loop)
-        return engine
-
+class TestAnEngineThatIsGivenAdaptersKeepsTheContract(Embedded):
     def new_weights(self, version: int) -> WeightSource:
         return AdapterSource(version, adapters())
 

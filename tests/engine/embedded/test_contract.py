@@ -69,7 +69,6 @@ class TestThreadedEngineKeepsTheContract(Embedded):
 
 class TestLockstepEngineKeepsTheContract(Embedded):
     lockstep = True
-    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 
 
 class TestEngineThatKeepsItsCacheKeepsTheContract(Embedded):

@@ -24,49 +24,41 @@ def engine_of(folder: Path, *, lockstep: bool = False, **settings: Any) -> Embed
     return EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings), lockstep=lockstep)
 
 
-def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str | None]]:
+async def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str | None]]:
     """A small scheduler over a lockstep engine: refill on every finish, abort two when the third is done, resume them.
     Each entry is a chunk: call, number of tokens, iteration it was seen at, finish reason."""
     log: list[tuple[str, int, int, str | None]] = []
+    engine = engine_of(folder, lockstep=True, stream_interval_tokens=3, **settings)
+    tasks: list[asyncio.Task[None]] = []
+    heads: dict[str, tuple[int, ...]] = {}
 
-    async def main() -> None:
-        engine = engine_of(folder, lockstep=True, stream_interval_tokens=3, **settings)
-        tasks: list[asyncio.Task[None]] = []
-        heads: dict[str, tuple[int, ...]] = {}
+    async def consume(name: str, length: int, call: int = 0) -> None:
+        req = request(name, seed=len(name) + length, max_new_tokens=length, response_ids=heads.get(name, ()), call=call)
+        async for chunk in engine.generate(req):
+            heads[name] = heads.get(name, ()) + chunk.token_ids
+            log.append((req.request_id, len(chunk.token_ids), engine.stats().decode_iterations, chunk.finish_reason))
+            if chunk.finish_reason is FinishReason.LENGTH:
+                for _ in range(length % 5):  # a reward that takes its time
+                    await asyncio.sleep(0)
+                if name == "c":
+                    await engine.abort(["a#0", "b#0"])
+                    tasks.append(asyncio.create_task(consume("a", 23, call=1)))
+                    tasks.append(asyncio.create_task(consume("b", 31, call=1)))
+                elif len(tasks) < 8:
+                    tasks.append(asyncio.create_task(consume(f"n{len(tasks)}", 4 + len(tasks))))
 
-        async def consume(name: str, length: int, call: int = 0) -> None:
-            req = request(
-                name, seed=len(name) + length, max_new_tokens=length, response_ids=heads.get(name, ()), call=call
-            )
-            async for chunk in engine.generate(req):
-                heads[name] = heads.get(name, ()) + chunk.token_ids
-                log.append(
-                    (req.request_id, len(chunk.token_ids), engine.stats().decode_iterations, chunk.finish_reason)
-                )
-                if chunk.finish_reason is FinishReason.LENGTH:
-                    for _ in range(length % 5):  # a reward that takes its time
-                        await asyncio.sleep(0)
-                    if name == "c":
-                        await engine.abort(["a#0", "b#0"])
-                        tasks.append(asyncio.create_task(consume("a", 23, call=1)))
-                        tasks.append(asyncio.create_task(consume("b", 31, call=1)))
-                    elif len(tasks) < 8:
-                        tasks.append(asyncio.create_task(consume(f"n{len(tasks)}", 4 + len(tasks))))
-
-        lengths = {"a": 23, "b": 31, "c": 12, "d": 7, "e": 9}
-        tasks += [asyncio.create_task(consume(name, length)) for name, length in lengths.items()]
-        async with asyncio.timeout(DEADLINE_S):
-            while pending := [t for t in tasks if not t.done()]:
-                await asyncio.gather(*pending)
-        await engine.close()
-
-    asyncio.run(main())
+    lengths = {"a": 23, "b": 31, "c": 12, "d": 7, "e": 9}
+    tasks += [asyncio.create_task(consume(name, length)) for name, length in lengths.items()]
+    async with asyncio.timeout(DEADLINE_S):
+        while pending := [t for t in tasks if not t.done()]:
+            await asyncio.gather(*pending)
+    await engine.close()
     return log
 
 
-def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
-    first = lockstep_log(folder)
-    assert first == lockstep_log(folder)
+async def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
+    first = await lockstep_log(folder)
+    assert first == await lockstep_log(folder)
     assert [e for e in first if e[3] == "abort"] == [("a#0", 0, 12, "abort"), ("b#0", 0, 12, "abort")]
     assert {e[0]: e[3] for e in first if e[3]} | {"a#1": "length", "b#1": "length"} == {
         e[0]: e[3] for e in first if e[3]
@@ -179,12 +171,12 @@ def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:
     asyncio.run(engine.close())
 
 
-def test_thread_and_lockstep_sample_the_same(folder: Path) -> None:
-    async def main(lockstep: bool) -> list[tuple[int, ...]]:
+async def test_thread_and_lockstep_sample_the_same(folder: Path) -> None:
+    found = []
+    for lockstep in (True, False):
         engine = engine_of(folder, lockstep=lockstep, max_running=3)
         requests = [request(f"s{i}", seed=i, max_new_tokens=5 + 4 * i) for i in range(8)]
         results = await asyncio.gather(*(collect(engine, r) for r in requests))
         await engine.close()
-        return [tokens(chunks) for chunks in results]
-
-    assert asyncio.run(main(True)) == asyncio.run(main(False))
+        found.append([tokens(chunks) for chunks in results])
+    assert found[0] == found[1]

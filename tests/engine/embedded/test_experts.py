@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,16 +206,13 @@ def test_a_model_without_experts_refuses_to_give_routes(tmp_path: Path) -> None:
         core_of(saved(tiny_model(), tmp_path)).add(request("a", returns_routes=True))
 
 
-def test_a_server_sends_the_routes_of_its_engine(tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_a_server_sends_the_routes_of_its_engine(tmp_path: Path) -> None:
     model = experts_model(max_position_embeddings=CONTEXT)
     folder = saved(model, tmp_path)
-
-    async def law(url: str) -> None:
+    with serving(folder) as url:
         async with opened(url, folder) as engine:
             req = request("a", returns_routes=True, max_new_tokens=9)
             chunks = await collect(engine, req)
             assert [list(r) for r in routes_of(chunks)] == chosen(model, req, tokens(chunks))
             assert routes_of(await collect(engine, request("b"))) == ()
-
-    with serving(folder) as url:
-        asyncio.run(law(url))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +48,13 @@ class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
         return on_disk(self.folders["misfit"], AdapterSource(1, {Q_PROJ: low_rank(64, 31)}))
 
 
-def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
     base = folders["initial"]
     merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
     whole = FolderWeights(2, WeightFolders(tmp_path / "merged", like=base).write(2, dict(merged.tensors())))
 
-    async def main(url: str) -> None:
+    with serving(folders["other"]) as url:
         async with opened(url, base) as engine:
             before = await collect(engine, request("before"))
             await engine.load(1, on_disk(tmp_path / "v1", AdapterSource(1, adapters())))
@@ -68,6 +68,3 @@ def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path],
                 await engine.load(3, AdapterSource(3, adapters(), folder=tmp_path / "v1"))
             after = await collect(engine, request("after"))
             assert tokens(after) == tokens(theirs)
-
-    with serving(folders["other"]) as url:
-        asyncio.run(main(url))

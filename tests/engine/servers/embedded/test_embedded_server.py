@@ -181,20 +181,17 @@ def test_the_end_of_the_server_ends_its_calls_as_aborted(tmp_path: Path) -> None
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
+async def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
     first, second = (model(tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in range(2))
     assert "lm_head.weight" not in load_file(second / "model.safetensors")
 
-    async def main(url: str) -> None:
+    with serving(first) as url:
         for transfer in ("folder", "gloo"):
             async with opened(url, first, weight_transfer=transfer) as engine:
                 await update(engine, FolderWeights(1, second))
                 found = tokens(await collect(engine, request("a", temperature=0.0)))
                 reference = tiny_model(seed=1, tie_word_embeddings=True, max_position_embeddings=CONTEXT)
                 assert found == greedy(reference, (5, 6, 7), 12)
-
-    with serving(first) as url:
-        asyncio.run(main(url))
 
 
 def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
@@ -283,13 +280,10 @@ async def test_a_server_belongs_to_one_run(url: str, folders: tuple[Path, Path],
         assert http.get("/info").json()["label"] == "rollover:another:0"
 
 
-def test_another_model_is_refused(url: str, tmp_path: Path) -> None:
-    async def main() -> None:
+async def test_another_model_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"a vocabulary of 64, and .*other has one of 80: it is another model"):
         async with opened(url, model(tmp_path / "other", vocab_size=80)):
             pass
-
-    with pytest.raises(EngineError, match=r"a vocabulary of 64, and .*other has one of 80: it is another model"):
-        asyncio.run(main())
 
 
 # -- starting ----------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("transfer", ["folder", "gloo"])
-def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path, transfer: str) -> None:
-    async def main(url: str) -> None:
+async def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path, transfer: str) -> None:
+    with serving(folder, SMALL) as url:
         async with opened(url, folder, colocated=True, weight_transfer=transfer) as engine:
             assert engine.capabilities.is_colocated
             before = tokens(await collect(engine, request("a", seed=5)))
@@ -37,12 +38,10 @@ def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path
             assert tokens(chunks) == before and {chunk.policy_version for chunk in chunks} == {1}
             assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:1"
 
+
+@pytest.mark.real_time
+async def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
     with serving(folder, SMALL) as url:
-        asyncio.run(main(url))
-
-
-def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
-    async def main(url: str) -> None:
         killed = make_engine(url, folder, colocated=True)
         await killed.open()
         await killed.sleep()
@@ -55,18 +54,13 @@ def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
         async with opened(url, folder) as engine:
             assert len(tokens(await collect(engine, request("a")))) == 12
 
+
+@pytest.mark.real_time
+async def test_foreign_calls_keep_it_awake_and_the_run_is_told(folder: Path) -> None:
     with serving(folder, SMALL) as url:
-        asyncio.run(main(url))
-
-
-def test_foreign_calls_keep_it_awake_and_the_run_is_told(folder: Path) -> None:
-    async def main(url: str) -> None:
         async with opened(url, folder, colocated=True) as engine, opened(url, folder) as other:
             stream = other.generate(request("theirs", max_new_tokens=1000))
             await anext(stream)
             with pytest.raises(EngineError, match=f"the trainer needs the memory of {url}.*1 calls are open"):
                 await engine.sleep()
             await stream.aclose()  # type: ignore[attr-defined]
-
-    with serving(folder, SMALL) as url:
-        asyncio.run(main(url))

@@ -192,9 +192,7 @@ def test_what_is_compressed_though_nobody_asked_is_not_unpacked() -> None:
     bomb = gzip.compress(b'{"is_paused": false' + b" " * 50_000_000 + b"}")
     reply = Answer(body=bomb, headers={"content-encoding": "gzip"})
     for ask in (asked, answered):
-        with pytest.raises(
-            EngineError, match=r"^http://one answered .* in the encoding 'gzip', although the call allows"
-        ):
+        with pytest.raises(EngineError, match=r"^http://one answered .* in the encoding 'gzip', although the call"):
             ask(reply)
     with pytest.raises(EngineError, match="with 500: no reason given"):
         asked(Answer(500, bomb, headers={"content-encoding": "gzip"}))

@@ -255,10 +255,7 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
             spoiled(finish_reason="content_filter"),
             r"field 'choices\.0\.finish_reason': .*'stop', 'length' or 'abort', got 'content_filter'$",
         ),
-        (
-            spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}),
-            "13 tokens came, but at most 12 were requested",
-        ),
+        (spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "13 tokens came, but at most 12 were"),
         (spoiled(finish_reason="length"), r"for its length after 1 tokens, but 12"),
         (spoiled(finish_reason="stop"), r"stopped at token \d+, but its stop tokens are"),
     ],

@@ -73,3 +73,8 @@ def experiment(tiny_model: Path, tmp_path: Path, few_draws: None) -> Iterator[Pa
     """The working directory, with ``run.toml`` and all it names in it."""
     with runs.working_in(tmp_path, tiny_model):
         yield tmp_path
+
+
+@pytest.fixture
+def processes(experiment: Path) -> runs.Processes:
+    return runs.Processes(experiment)

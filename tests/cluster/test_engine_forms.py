@@ -100,10 +100,7 @@ def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
         ("kind = 'embedded'", "cluster.engines starts servers, but engine.kind is 'embedded'"),
         ("kind = 'vllm'\nurls = ['http://10.0.0.1:8000']", "engine.urls names running ones"),
         ("kind = 'vllm'\nlaunch = true\nnum_servers = 2", "engine.num_servers is for servers on this machine"),
-        (
-            "kind = 'vllm'\nlaunch = true\nlaunch_devices = ['0']",
-            "engine.launch_devices is for servers on this machine",
-        ),
+        ("kind = 'vllm'\nlaunch = true\nlaunch_devices = ['0']", "launch_devices is for servers on this machine"),
     ],
 )
 def test_an_engine_that_cannot_be_placed_is_refused(tmp_path: Path, engine: str, message: str) -> None:

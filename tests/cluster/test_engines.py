@@ -119,22 +119,19 @@ def leftovers(run: str) -> list[str]:
     return [name for name in names if name.startswith(f"rollover-{run}-")]
 
 
-def test_servers_of_uneven_groups_are_placed_by_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
+@pytest.mark.real_time
+async def test_servers_of_uneven_groups_are_placed_by_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
     groups = (
         EngineGroup(count=1, max_running=4, resources={"one": 1.0}),
         EngineGroup(count=1, max_running=16, resources={"two": 1.0}, args=("--tensor-parallel-size", "2")),
     )
-
-    async def main() -> None:
-        async with opened(cluster, folder, ClusterConfig(engines=groups)) as pool:
-            assert pool.capabilities.max_running == 20
-            assert {chunk.engine for chunk in await decoded(pool)} == {"engine-0", "engine-1"}
-            await until(lambda: all("serving on" in log(folder, n) for n in (0, 1)))
-        for pid in pids(folder).values():
-            wait_until_dead(pid)
-        await until(lambda: leftovers("run") == [])
-
-    asyncio.run(main())
+    async with opened(cluster, folder, ClusterConfig(engines=groups)) as pool:
+        assert pool.capabilities.max_running == 20
+        assert {chunk.engine for chunk in await decoded(pool)} == {"engine-0", "engine-1"}
+        await until(lambda: all("serving on" in log(folder, n) for n in (0, 1)))
+    for pid in pids(folder).values():
+        wait_until_dead(pid)
+    await until(lambda: leftovers("run") == [])
     arguments = sorted(file.read_text() for file in (folder.parent / "notes").glob("*.arguments"))
     assert len(arguments) == 2 and sum("--max-num-seqs 16" in a and "--tensor-parallel-size 2" in a for a in arguments)
     assert not any("api" in a or "key" in a.lower() for a in arguments)
@@ -145,27 +142,24 @@ def log(folder: Path, number: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_a_server_that_dies_is_placed_again_and_given_current_weights(cluster: Any, folder: Path) -> None:
+@pytest.mark.real_time
+async def test_a_server_that_dies_is_placed_again_and_given_current_weights(cluster: Any, folder: Path) -> None:
     second = model_folder(folder.parent / "v1")
-
-    async def main() -> None:
-        async with opened(cluster, folder, ClusterConfig(engines=2)) as pool:
-            await pool.pause()
-            await pool.load(4, FolderWeights(4, second))
-            await pool.resume()
-            for kill in (kill_a_server, kill_a_keeper):
-                num_started = len(pids(folder))
-                kill(folder)
-                await until(lambda: pool.capabilities.max_running == 8)
-                await until(lambda: pool.capabilities.max_running == 16)
-                chunks = await decoded(pool)
-                assert {c.policy_version for c in chunks} == {4}
-                assert {c.engine for c in chunks} == {"engine-0", "engine-1"}
-                assert len(pids(folder)) == num_started + 1
-        for pid in pids(folder).values():
-            wait_until_dead(pid)
-
-    asyncio.run(main())
+    async with opened(cluster, folder, ClusterConfig(engines=2)) as pool:
+        await pool.pause()
+        await pool.load(4, FolderWeights(4, second))
+        await pool.resume()
+        for kill in (kill_a_server, kill_a_keeper):
+            num_started = len(pids(folder))
+            kill(folder)
+            await until(lambda: pool.capabilities.max_running == 8)
+            await until(lambda: pool.capabilities.max_running == 16)
+            chunks = await decoded(pool)
+            assert {c.policy_version for c in chunks} == {4}
+            assert {c.engine for c in chunks} == {"engine-0", "engine-1"}
+            assert len(pids(folder)) == num_started + 1
+    for pid in pids(folder).values():
+        wait_until_dead(pid)
 
 
 def kill_a_server(folder: Path) -> None:
@@ -179,26 +173,13 @@ def kill_a_keeper(folder: Path) -> None:
     ray.kill(ray.get_actor(name))
 
 
-def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) -> None:
-    async def main(config: ClusterConfig) -> None:
-        async with opened(cluster, folder, config):
-            raise AssertionError("it cannot be placed")
-
-    for config, message in (
-        (
-            ClusterConfig(engines=1, engine_resources={"h20": 1.0}),
-            r"engine-0 needs CPU 1, h20 1.*, but the nodes of the Ray cluster have room for 0 of",
-        ),
-        (ClusterConfig(engines=(EngineGroup(devices=9),)), r"engine-0 needs CPU 9, but"),
-        (
-            ClusterConfig(engines=9, engine_resources={"one": 1.0}),
-            r"engine-\d needs CPU 1, one 1, .*have room for \d of 9",
-        ),
-    ):
-        begun_s = time.monotonic()
-        with pytest.raises(ConfigError, match=f"cluster.engines: .*{message}"):
-            asyncio.run(main(config))
-        assert time.monotonic() - begun_s < within(5.0)
+@pytest.mark.real_time
+async def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) -> None:
+    begun_s = time.monotonic()
+    needed = r"engine-\d needs CPU 1, one 1, .*have room for \d of 9"
+    with pytest.raises(ConfigError, match=f"cluster.engines: .*{needed}"):
+        await open_pool(cluster, folder, ClusterConfig(engines=9, engine_resources={"one": 1.0}))
+    assert time.monotonic() - begun_s < within(5.0)
 
 
 def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
@@ -232,7 +213,8 @@ def test_a_run_whose_servers_can_never_be_placed_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
+@pytest.mark.real_time
+async def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
     cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All nodes of this machine see the folders; the driver is given other digests."""
@@ -243,14 +225,11 @@ def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
     def other(name: str) -> Callable[[Path], str]:
         return lambda path: "other" if path.name == name else real(path)
 
-    async def main() -> None:
-        for name, message in (("config.json", "v0: put the model"), ("probe", r"\(probe\): share it")):
-            monkeypatch.setattr(files, "sampled_digest", other(name))
-            with pytest.raises(ConfigError, match=rf"node [\d.]+, the place of engine-0, does not see .*{message}"):
-                await open_pool(cluster, folder, ClusterConfig(engines=1), probe=probe)
-        await until(lambda: leftovers("run") == [])
-
-    asyncio.run(main())
+    for name, message in (("config.json", "v0: put the model"), ("probe", r"\(probe\): share it")):
+        monkeypatch.setattr(files, "sampled_digest", other(name))
+        with pytest.raises(ConfigError, match=rf"node [\d.]+, the place of engine-0, does not see .*{message}"):
+            await open_pool(cluster, folder, ClusterConfig(engines=1), probe=probe)
+    await until(lambda: leftovers("run") == [])
     assert pids(folder) == {}
 
 

@@ -153,14 +153,7 @@ def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path)
 def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(VLLM_RUN)
-    options = (
-        "--trainer.num_devices",
-        "2",
-        "--cluster.trainer_resources",
-        "{ x = 1 }",
-        "--cluster.engines.0.count",
-        "7",
-    )
+    options = ("--trainer.num_devices", "2", "--cluster.trainer_resources", "{x = 1}", "--cluster.engines.0.count", "7")
     train, *rollout = who_goes_where(plan, launched_config(plan, str(file), options)[0])
     assert (train.count, train.each, train.resources) == (2, "1 x h100-sxm", {"x": 1.0})
     assert rollout[0].count == 7

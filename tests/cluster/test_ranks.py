@@ -30,7 +30,7 @@ from tests.cluster.conftest import add_node, cluster_has, remove_nodes, until
 from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder
-from tests.trainer.test_fleet import PATIENCE_S
+from tests.trainer.test_fleet import PATIENCE_S, is_there, published
 
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(2)]
 PROMPTS = [[3, 4, 5], [6, 7]]
@@ -68,10 +68,6 @@ def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: lis
         yield trainer
     finally:
         trainer.close()
-
-
-def published(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.weight_source().tensors()}
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -152,11 +148,3 @@ def test_a_node_that_does_not_see_the_run_is_named(
 
 def is_time(metric: str) -> bool:
     return metric in ("time/step_s", "tokens/per_s")
-
-
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -128,18 +128,10 @@ def test_the_engine_sleeps_through_all_batches_of_one_collection(experiment: Pat
     assert runs.weights(Path("apart"), 10) == runs.weights(Path("turns"), 10)
 
 
-def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(experiment: Path) -> None:
-    processes = Processes(experiment)
+def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(processes: Processes) -> None:
     argv = (
-        "train",
-        "run.toml",
-        "--deterministic",
-        "true",
-        "--rollout.strategy",
-        "rollover",
-        "--steps",
-        "7",
-        *COLOCATED,
+        *("train", "run.toml", "--deterministic", "true", "--steps", "7"),
+        *("--rollout.strategy", "rollover", *COLOCATED),
     )
     assert processes.run(*argv, "--run-dir", "whole").code == 0
     cue = Cue(BatchTrained, 4, before=True)  # batches are on record that no checkpoint has seen

@@ -82,38 +82,26 @@ def evaluator(
     )
 
 
-def test_responses_go_on_after_failures() -> None:
-    async def main() -> None:
-        result = await evaluator(Failing(after=4, failures=7)).run()
-        assert result.lengths == (9,) * 10
-        assert result.rows[-1].reward.mean == 1.0
-
-    run(main())
+async def test_responses_go_on_after_failures() -> None:
+    result = await evaluator(Failing(after=4, failures=7)).run()
+    assert result.lengths == (9,) * 10
+    assert result.rows[-1].reward.mean == 1.0
 
 
-def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
-    async def main() -> None:
-        result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
-        assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.8)
-        assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
-
-    run(main())
+async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
+    result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
+    assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.8)
+    assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
 
 
-def test_a_wrong_reward_function_ends_the_evaluation_with_one_error() -> None:
-    async def main() -> None:
+async def test_a_wrong_reward_function_ends_the_evaluation_with_one_error() -> None:
+    with pytest.raises(DataError, match="returns text"):
         await evaluator(Failing(after=10**6, failures=0), Refusing(DataError("returns text"))).run()
 
-    with pytest.raises(DataError, match="returns text"):
-        run(main())
 
-
-def test_an_engine_that_is_gone_is_one_error() -> None:
-    async def main() -> None:
-        await evaluator(Failing(after=0, failures=10**6)).run()
-
+async def test_an_engine_that_is_gone_is_one_error() -> None:
     with pytest.raises(EngineError, match="dead on arrival"):
-        run(main())
+        await evaluator(Failing(after=0, failures=10**6)).run()
 
 
 def test_each_source_is_sampled_as_its_own_table_says() -> None:
@@ -165,45 +153,37 @@ def test_sources_with_several_rewards_do_not_stand_in_for_an_evaluation() -> Non
         completed(asked, "evaluate")
 
 
-def test_an_evaluation_beside_training_measures_weights_near_its_own_in_an_engine_that_is_full() -> None:
+async def test_an_evaluation_beside_training_measures_weights_near_its_own_in_an_engine_that_is_full() -> None:
     ended: list[tuple[int, int]] = []
-
-    async def main() -> None:
-        rig = make_rig(
-            "bounded_async",
-            max_running=16,
-            rollout_batch_size=4,
-            group_size=4,
-            max_new_tokens=200,
-            length=lognormal(30, 0.8, 200),
-        )
-        settings = replace(config("p", every_steps=10, max_new_tokens=200), steps=30)
-        beside = evaluator(rig.engine, settings=settings, beside_training=True)
-        for version in range(30):
-            await rig.publish(version)
-            start_s = asyncio.get_running_loop().time()
-            for due, result in await beside.run_when_due(version) if version else ():
-                assert due <= result.versions[0], "no older weights are measured"
-                ended.append((due, result.versions[1]))
-            assert asyncio.get_running_loop().time() == start_s, "training does not wait"
-            assert (await rig.driver.next_batch()).step == version
-        await rig.driver.stop()
-
-    run(main())
+    rig = make_rig(
+        "bounded_async",
+        max_running=16,
+        rollout_batch_size=4,
+        group_size=4,
+        max_new_tokens=200,
+        length=lognormal(30, 0.8, 200),
+    )
+    settings = replace(config("p", every_steps=10, max_new_tokens=200), steps=30)
+    beside = evaluator(rig.engine, settings=settings, beside_training=True)
+    for version in range(30):
+        await rig.publish(version)
+        start_s = asyncio.get_running_loop().time()
+        for due, result in await beside.run_when_due(version) if version else ():
+            assert due <= result.versions[0], "no older weights are measured"
+            ended.append((due, result.versions[1]))
+        assert asyncio.get_running_loop().time() == start_s, "training does not wait"
+        assert (await rig.driver.next_batch()).step == version
+    await rig.driver.stop()
     assert [due for due, _ in ended] == [10, 20]
     assert all(newest < due + 5 for due, newest in ended), ended
 
 
-def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
+async def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
     engine = FakeEngine(lambda request: 50, auto=True)
-
-    async def main() -> list[tuple[int, Evaluation]]:
-        beside = evaluator(engine, beside_training=True, settings=config("p", every_steps=1))
-        assert await beside.run_when_due(1) == []
-        beside.ends_at(1)
-        return await beside.run_when_due(1)
-
-    [(version, result)] = run(main())
+    beside = evaluator(engine, beside_training=True, settings=config("p", every_steps=1))
+    assert await beside.run_when_due(1) == []
+    beside.ends_at(1)
+    [(version, result)] = await beside.run_when_due(1)
     assert (version, len(result.lengths)) == (1, 10)
 
 

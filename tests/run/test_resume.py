@@ -34,11 +34,6 @@ MOMENTS = {
 }
 
 
-@pytest.fixture
-def processes(experiment: Path) -> Processes:
-    return Processes(experiment)
-
-
 def succeeded(outcome: Outcome) -> Outcome:
     assert outcome.code == 0, outcome.err
     return outcome

@@ -45,11 +45,6 @@ def rank(completions, **columns):
 
 
 @pytest.fixture
-def processes(experiment: Path) -> Processes:
-    return Processes(experiment)
-
-
-@pytest.fixture
 def judge() -> Iterator[JudgeServer]:
     """A judge on a loop of its own. It likes short responses."""
     started, ended, servers = threading.Event(), asyncio.Event(), list[JudgeServer]()

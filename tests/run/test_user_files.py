@@ -143,17 +143,15 @@ def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, capsys: pytest.C
     assert key not in shown and "zzz" not in shown
 
 
-def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.real_time
+async def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("gsm8k.parquet", gsm8k)
 
-    async def serve() -> None:
-        async with judge_server(lambda request: completion("It is fine. Score: 0.5")) as server:
-            judge = f'{{ kind = "judge", url = "{server.url}", model = "m", rubric = "the sum is right." }}'
-            Path("run.toml").write_text(config("gsm8k.parquet", f'rewards = [{{ kind = "math_verify" }}, {judge}]'))
-            await asyncio.to_thread(lambda: rows.extend(trained(capsys)))
-
     rows: list[dict[str, Any]] = []
-    asyncio.run(serve())
+    async with judge_server(lambda request: completion("It is fine. Score: 0.5")) as server:
+        judge = f'{{ kind = "judge", url = "{server.url}", model = "m", rubric = "the sum is right." }}'
+        Path("run.toml").write_text(config("gsm8k.parquet", f'rewards = [{{ kind = "math_verify" }}, {judge}]'))
+        await asyncio.to_thread(lambda: rows.extend(trained(capsys)))
     assert [row["reward/component/judge"] for row in rows] == [0.5, 0.5]
 
 

@@ -324,9 +324,7 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(
     told: list[str] = []
     with fleet(folder, tmp_path, told, max_restarts=0) as trainer:
         os.kill(trainer.pids[0], signal.SIGKILL)
-        with pytest.raises(
-            RankLost, match=r"^rank 0 of 2 was killed \(SIGKILL, possibly out of memory\) in step 0"
-        ) as raised:
+        with pytest.raises(RankLost, match=r"^rank 0 of 2 was killed \(SIGKILL, .* memory\) in step 0") as raised:
             trainer.step(BATCHES[0])
     (note,) = raised.value.__notes__
     assert note == "the trainer's ranks were lost once without a new step in between (trainer.max_restarts = 0)"

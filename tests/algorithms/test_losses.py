@@ -173,12 +173,6 @@ def test_clip_higher_zeroes_the_gradient_exactly_outside_its_two_bounds(ratio: f
         assert (gradient(row("dapo"), tokens, ONE).item() == 0) == clipped
 
 
-def test_dapo_lets_an_unlikely_good_token_rise_where_grpo_stops_it() -> None:
-    tokens = one_token(1.25, 1.0)
-    assert gradient(row("dapo"), tokens, ONE).item() == pytest.approx(-1.25)
-    assert gradient(row("grpo"), tokens, ONE).item() == 0
-
-
 def test_dual_clip_bounds_the_loss_of_a_bad_token_gone_likely() -> None:
     # A = -1, ratio 5: PPO's loss 5 grows on, dual clip 3 holds it at 3 with gradient 0; at ratio 2 both agree
     plain, dual = row("grpo"), row("grpo", dual_clip=3.0)

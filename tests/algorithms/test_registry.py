@@ -6,39 +6,12 @@ from typing import Any
 
 import pytest
 
-from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, resolve
+from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.errors import ConfigError
 from rollover.settings import schema
 from rollover.settings.toml import Document
 from rollover.types import FinishReason
 from tests.algorithms.batches import row
-
-
-def test_rows_are_those_of_the_papers() -> None:
-    columns = {
-        a.name: (a.advantage, a.objective, a.ratio_level, a.clip_low, a.clip_high, a.aggregation)
-        for a in ALGORITHMS.values()
-    }
-    assert columns == {
-        "grpo": ("group_std", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-mean"),
-        "turn-grpo": ("turn_std", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-mean"),
-        "dapo": ("group_std", "ppo_clip", "token", 0.2, 0.28, "token-mean"),
-        "gspo": ("group_std", "ppo_clip", "sequence", 3e-4, 4e-4, "seq-mean-token-mean"),
-        "gspo-token": ("group_std", "ppo_clip", "sequence_token", 3e-4, 4e-4, "seq-mean-token-mean"),
-        "dr-grpo": ("group_mean", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-sum-norm"),
-        "rloo": ("leave_one_out", "reinforce", "token", 0.2, 0.2, "seq-mean-token-sum"),
-        "reinforce++": ("whitened", "ppo_clip", "token", 0.2, 0.2, "token-mean"),
-        "reinforce++-baseline": ("group_mean_whitened", "ppo_clip", "token", 0.2, 0.2, "token-mean"),
-        "cispo": ("group_std", "cispo", "token", 1.0, 4.0, "token-mean"),
-    }
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_corrects_stale_tokens_unless_told_otherwise(name: str) -> None:
-    a = row(name)
-    assert (a.old, a.correction, a.correction_bounds) == ("proximal", "tis", (0.0, 2.0))
-    assert not a.ignores_staleness
-    assert row(name, correction="none").ignores_staleness
 
 
 def test_a_column_given_replaces_the_rows_value_and_no_other() -> None:

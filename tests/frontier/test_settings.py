@@ -80,8 +80,6 @@ def test_rollover_is_told_how_fast_a_known_engine_prefills() -> None:
 
 def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
     assert check_strategies(["april", "sync", "april"], small()) == ("sync", "april")
-    with pytest.raises(ConfigError, match="--strategies: unknown strategy 'aprul'; did you mean 'april'"):
-        check_strategies(["aprul"], small())
     with pytest.raises(ConfigError, match="sync cannot train single samples"):
         check_strategies(["sync:sample"], small())
     with pytest.raises(ConfigError, match="'fast_lane' needs a replica for the fast lane"):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import statistics
 from dataclasses import replace
 from io import StringIO
@@ -10,12 +9,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from rollover.errors import ConfigError
 from rollover.frontier.report import HEAD, render_study, rows, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
 from rollover.frontier.sweep import Length, MeanOverSeeds, Trial, TrialResult, run_trial, run_trials, workers
-from rollover.rollout.config import RolloutConfig
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Latency
 from tests.frontier.kit import small
@@ -134,15 +131,3 @@ def test_intervals_are_students() -> None:
     assert estimate.mean == 2.0
     assert estimate.margin == pytest.approx(4.30 / math.sqrt(3))
     assert MeanOverSeeds.of([1.5]) == MeanOverSeeds(mean=1.5, margin=None)
-
-
-def test_trials_can_be_sent_to_another_process() -> None:
-    setup = small()
-    trial = Trial(config=RolloutConfig(), seed=3, lengths=setup.lengths, scenario=setup.scenario)
-    assert pickle.loads(pickle.dumps(trial)) == trial
-    assert isinstance(run_trial(replace(trial, config=setting("sync", setup, None)), length=LENGTH), TrialResult)
-
-
-def test_a_warm_up_leaves_steps_to_measure() -> None:
-    with pytest.raises(ConfigError, match=r"--warmup must be at least 0 and below --steps \(5\), got 5"):
-        Length(steps=5, warmup=5)

@@ -91,12 +91,6 @@ def test_a_fleets_mistakes_are_named_with_file_and_line(refused: Callable[..., s
     assert "fleet.toml:8" in said
     assert "'l40'" in said
     assert "did you mean 'l40s'?" in said
-    said = refused(fleet=FLEET.replace("num_devices = 8", "num_devices = 0"))
-    assert "fleet.toml:9" in said
-    assert "must be at least 1, got 0" in said
-    said = refused(fleet=FLEET.replace("gbit_s = 100", "gbit_s = -1"))
-    assert "fleet.toml:1" in said
-    assert "must be above zero, got -1" in said
     assert "fleet.toml:5:" in refused(fleet=FLEET.replace("num_devices = 4", "num_devices = = 4"))
     assert "unknown key" in refused(fleet=FLEET + "\nnodez = 1\n")
 
@@ -144,12 +138,8 @@ def test_what_cannot_be_reached_is_explained(refused: Callable[..., str]) -> Non
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_needs(folder: Path, refused: Callable[..., str]) -> None:
-    huge = MODEL | {
-        "hidden_size": 16384,
-        "intermediate_size": 65536,
-        "num_hidden_layers": 120,
-        "num_attention_heads": 128,
-    }
+    huge = MODEL | {"hidden_size": 16384, "intermediate_size": 65536}
+    huge |= {"num_hidden_layers": 120, "num_attention_heads": 128}
     (folder / "huge").mkdir()
     (folder / "huge" / "config.json").write_text(json.dumps(huge))
     said = refused(model="huge")

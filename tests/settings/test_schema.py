@@ -107,13 +107,7 @@ def test_each_mistake_is_one_line_with_place_finding_and_mend(text: str, message
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file() -> None:
     told = complaints("[rollout]\nstrategy = 'x'\ngroup_sise = 2\n[[sources]]\nweight = 'a'", "--steps", "many")
-    assert [line.split(" ")[0] for line in told] == [
-        "run.toml:2:",
-        "run.toml:3:",
-        "run.toml:4:",
-        "run.toml:5:",
-        "command",
-    ]
+    assert [line.split(" ")[0] for line in told] == [*(f"run.toml:{line}:" for line in (2, 3, 4, 5)), "command"]
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,8 @@ def gain(preset: str, name: str, size: float, *, keeps_kv: bool = False) -> floa
 
 
 POLICIES = (
-    ("sync", 0),
-    ("april", 2),
-    ("first", 1.5),
-    ("first", 2),
-    ("first", 3),
-    ("concurrency", 256),
-    ("concurrency", 512),
+    *(("sync", 0), ("april", 2), ("first", 1.5), ("first", 2), ("first", 3)),
+    *(("concurrency", 256), ("concurrency", 512)),
 )
 
 

@@ -31,12 +31,6 @@ def test_a_templated_prompt_gets_no_second_special_token() -> None:
     assert MESSAGES == [{"role": "user", "content": "hi"}]
 
 
-def test_ids_are_those_transformers_gives_for_the_conversation() -> None:
-    tokenizer = char_tokenizer(CHAT)
-    expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert list(PromptEncoder(tokenizer, TasksConfig()).encode(Question(MESSAGES), where="x").token_ids) == expected
-
-
 def test_a_system_message_of_the_row_is_kept() -> None:
     config = TasksConfig(system_prompt="Be brief.")
     content = [{"role": "system", "content": "Be long."}, *MESSAGES]
@@ -104,12 +98,7 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
             for format in ("y", "format='%Y'", '"%Y" ~ "-%m"')
         ),
         (None, DATED, "hi", "tasks.chat_template_date needs a tokenizer with a"),
-        (
-            CHAT,
-            TasksConfig(chat_template_file="none.jinja"),
-            "hi",
-            "tasks.chat_template_file: none.jinja cannot be read",
-        ),
+        (CHAT, TasksConfig(chat_template_file="none.jinja"), "hi", "chat_template_file: none.jinja cannot be read"),
         (
             CHAT,
             TasksConfig(prompt_suffix="!"),

@@ -85,10 +85,7 @@ def test_a_generated_row_depends_on_its_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (
-            "def row(seed): return 1 / 0",
-            r"rows:row, seed \d+: ZeroDivisionError: division by zero; correct the function",
-        ),
+        ("def row(seed): return 1 / 0", r"rows:row, seed \d+: ZeroDivisionError: division by zero; correct"),
         ("def row(seed): return seed", r"a row is a table, got int"),
         ("def row(seed): return {'prompt': {1}}", r"not JSON serializable"),
         ("def row(seed): return {'text': 'a'}", r"column 'prompt' is missing"),

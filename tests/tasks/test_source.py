@@ -193,11 +193,7 @@ def test_the_customary_columns_are_found(tmp_path: Path, prompt: str, answer: st
 
 
 def test_messages_and_nested_answers_are_found(tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": "1+1"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "data_source": "x",
-    }
+    row = {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
     config = TasksConfig(train=(jsonl(tmp_path / "a.jsonl", row),))
     source = train_source(config, char_tokenizer(CHAT), seed=0)
     assert source.prompt(0).text == "<user>1+1\n<assistant>"
@@ -261,11 +257,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     ("rows", "fields", "message"),
     [
         ([], {}, "a.jsonl contains no rows"),
-        (
-            ['{"question": "1", "answer": 1' + "0" * 5000 + "}"],
-            {},
-            "a.jsonl, line 1: not valid JSON (Exceeds the limit",
-        ),
+        (['{"question": "1", "answer": 1' + "0" * 5000 + "}"], {}, "a.jsonl, line 1: not valid JSON (Exceeds"),
         (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (lists or tables are nested too deeply"),
         ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
         ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is half a character"),
@@ -283,11 +275,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             "line 1: none of the columns prompt, question, problem, query, instruction, input, messages, conversations exists; "
             "the columns are text, answer; set prompt_column of source 'file'",
         ),
-        (
-            [{"question": "1+1", "result": "2"}],
-            {},
-            "exists; the columns are question, result; set answer_column of source 'file'",
-        ),
+        ([{"question": "1+1", "result": "2"}], {}, "columns are question, result; set answer_column of source 'file'"),
         (
             [{"question": "1", "prompt": "2", "answer": "3"}],
             {},
@@ -311,17 +299,9 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             {},
             "line 1: column 'reward_model.ground_truth' is null; the columns are question, reward_model;",
         ),
-        (
-            [{"question": "1", "answer": {"text": None}}],
-            {"answer_column": "answer.text"},
-            "line 1: column 'answer.text' is null",
-        ),
+        ([{"question": "1", "answer": {"text": None}}], {"answer_column": "answer.text"}, "'answer.text' is null"),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
-        (
-            sums(1),
-            {"prompt_column": ("question", "text")},
-            "column 'text' is missing; the columns are question, answer",
-        ),
+        (sums(1), {"prompt_column": ("question", "text")}, "column 'text' is missing; the columns are question"),
         (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),
         (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),
         ([{"question": 5, "answer": "1"}], {}, "line 1: a prompt is text or a list of messages"),

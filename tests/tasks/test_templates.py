@@ -251,15 +251,11 @@ def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not() -> None:
     assert columns.question(first, "row 0").content == "add"
     assert columns.question(first | {"input": "1, 2"}, "row 1").content == "add\n\n1, 2"
     assert columns.reference(first, "row 0") == "3"
-    with pytest.raises(DataError, match="'answer' and 'output' are both candidates"):
-        ColumnMap(ColumnSettings(source="data", needs_answer=True), first | {"answer": "4"}, "row 0")
 
 
 def test_a_system_column_that_no_model_would_read_is_refused() -> None:
     row = {"prompt": "2+2", "system": "You are a poet.", "answer": "4"}
-    with pytest.raises(
-        DataError, match=r"row 0: the model would not read column 'system': .*keep_columns of source 'd"
-    ):
+    with pytest.raises(DataError, match=r"row 0: the model would not read column 'system': .*keep_columns of source"):
         ColumnMap(ColumnSettings(source="data"), row, "row 0")
     for settings in (
         ColumnSettings(source="data", keep=("answer",)),

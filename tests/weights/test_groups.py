@@ -223,9 +223,7 @@ def test_a_closed_sender_does_not_wait_for_a_killed_receiver(half_joined: HalfJo
 def test_a_receiver_killed_while_joining_costs_a_third_of_the_deadline(half_joined: HalfJoined) -> None:
     begun_s = time.monotonic()
     queue = BucketQueue(half_joined, replace(PLAN, timeout_s=0.3))
-    with pytest.raises(
-        EngineTimeout, match=r"not all joined .* within 0\.1 s, which is a third of engine\.load_timeout_s"
-    ):
+    with pytest.raises(EngineTimeout, match=r"not all joined .* within 0\.1 s,.* a third of engine\.load_timeout_s"):
         queue.put([torch.ones(3)])
     assert time.monotonic() - begun_s >= 0.1
 

@@ -88,18 +88,16 @@ class Folders:
         return Path(f"v{version}")
 
 
-def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
+@pytest.mark.real_time
+async def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     source, folders = MemoryWeights(3, {"w": torch.ones(2)}), cast(WeightFolders, Folders())
     needy = Target("needy")
     needy.takes = "folder"
 
-    async def main() -> None:
-        assert await Publisher(Target("plain"), folders=folders).stage(source) is source
-        staged = await Publisher(needy, folders=folders).stage(source)
-        assert staged.folder == Path("v3")
-        assert staged.manifest == source.manifest
-        assert dict(staged.tensors())["w"] is dict(source.tensors())["w"]
-        with pytest.raises(EngineError, match=r"^needy loads weights from a folder, but the publisher has no place"):
-            await Publisher(needy).stage(source)
-
-    asyncio.run(main())
+    assert await Publisher(Target("plain"), folders=folders).stage(source) is source
+    staged = await Publisher(needy, folders=folders).stage(source)
+    assert staged.folder == Path("v3")
+    assert staged.manifest == source.manifest
+    assert dict(staged.tensors())["w"] is dict(source.tensors())["w"]
+    with pytest.raises(EngineError, match=r"^needy loads weights from a folder, but the publisher has no place"):
+        await Publisher(needy).stage(source)

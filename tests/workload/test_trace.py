@@ -114,7 +114,5 @@ def test_a_lower_cap_cuts_and_settles_what_was_open() -> None:
 def test_an_empty_trace_and_impossible_lengths_are_refused() -> None:
     with pytest.raises(DataError, match="t: the trace is empty"):
         replace(TRACE, prompts=())
-    with pytest.raises(
-        DataError, match="prompt 'b' has a response of 100 tokens, which is not between 1 and the cap of 99"
-    ):
+    with pytest.raises(DataError, match=r"prompt 'b' has a response of 100 tokens, .*not between 1 and the cap of 99"):
         replace(TRACE, cap_tokens=99)

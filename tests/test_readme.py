@@ -62,13 +62,8 @@ def test_all_commands_of_the_readme_work_on_its_own_config(project: Path, capsys
     dry, train, resume, evaluate, report, live, samples, sft = (shlex.split(command) for command in COMMANDS)
     assert live == [*report, "--serve"], "which runs until it is stopped"
     assert resume[:2] == ["train", "--resume"]
-    assert [command[0] for command in (dry, evaluate, report, samples, sft)] == [
-        "train",
-        "eval",
-        "report",
-        "samples",
-        "sft",
-    ]
+    names = [command[0] for command in (dry, evaluate, report, samples, sft)]
+    assert names == ["train", "eval", "report", "samples", "sft"]
     assert cli.main(dry) == 0
     assert "# train source math: jsonl, 25 rows, scored by math_verify" in capsys.readouterr().out
     assert not Path("runs").exists()

@@ -37,12 +37,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_each_row_is_on_disk_before_the_next(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("step", 0, 1.0, {"loss": 1.0})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-        "kind": "step",
-        "step": 0,
-        "time_s": 1.0,
-        "loss": 1.0,
-    }
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row == {"kind": "step", "step": 0, "time_s": 1.0, "loss": 1.0}
     writer.close()
 
 

@@ -28,13 +28,8 @@ def _progress(mode: Mode, *, terminal: bool, total: int = 20, every: int = 5) ->
     return progress, out, clock
 
 
-METRICS = {
-    "reward/mean": 0.5,
-    "loss": 0.25,
-    "staleness/mean": 1.5,
-    "perf/trained_tokens_per_s": 1234.0,
-    "time/step_s": 2.0,
-}
+METRICS = {"reward/mean": 0.5, "loss": 0.25, "staleness/mean": 1.5, "time/step_s": 2.0}
+METRICS |= {"perf/trained_tokens_per_s": 1234.0}
 
 
 def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None:
@@ -121,18 +116,11 @@ def test_the_rollout_rate_counts_from_the_start_of_its_step() -> None:
 
 def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
     progress, out, _ = _progress("plain", terminal=False)
-    values = {
-        "accuracy": 0.5,
-        "accuracy_se": 0.02,
-        "accuracy/a": 0.4,
-        "accuracy_se/a": 0.03,
-        "pass@4/a": 0.9,
-        "pass@4_se/a": 0.054,
-    }
-    progress.evaluation(7, values)
-    assert (
-        out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@4/a 0.900 ± 0.054\n"
-    )
+    values = {"accuracy": 0.5, "accuracy/a": 0.4, "pass@4/a": 0.9}
+    errors = {"accuracy_se": 0.02, "accuracy_se/a": 0.03, "pass@4_se/a": 0.054}
+    progress.evaluation(7, values | errors)
+    told = "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@4/a 0.900 ± 0.054\n"
+    assert out.getvalue() == told
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:

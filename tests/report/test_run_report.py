@@ -234,12 +234,8 @@ def test_a_report_of_500_steps_has_less_than_2_megabytes(tmp_path: Path) -> None
 
 
 def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
-    values = {
-        "reward/source/sums": 0.5,
-        "reward/source/words": 0.25,
-        "reward/component/format": 1.0,
-        "pass_rate/source/sums": 0.75,
-    }
+    values = {"reward/source/sums": 0.5, "reward/source/words": 0.25, "pass_rate/source/sums": 0.75}
+    values |= {"reward/component/format": 1.0}
     rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
     drawn = [v["data"] for (v, *_) in figures_of(render_report(_record([], rows))).values()]
     curves = [{d["name"]: d["y"] for d in data} for data in drawn]
@@ -248,13 +244,8 @@ def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
 
 
 def test_health_draws_what_is_measured_and_not_0_throughout() -> None:
-    values = {
-        "reward/groups_with_signal": 0.75,
-        "response/truncated": 0.0,
-        "clip/low": 0.0,
-        "clip/high": 0.0,
-        "loss": 0.0,
-    }
+    values = {"reward/groups_with_signal": 0.75}
+    values |= dict.fromkeys(("response/truncated", "clip/low", "clip/high", "loss"), 0.0)
     rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
     found = {title: run_figures.small(_record([], rows), curves) for title, curves in health.FIGURES}
     drawn = {title: [(d["name"], d["y"]) for d in figure["data"]] for title, figure in found.items() if figure}

@@ -171,11 +171,8 @@ def test_waste_has_the_cause_of_the_drop_and_a_failed_sample_its_own() -> None:
         WasteCause.DISCARDED_ON_ABORT: ((4.0, 8),),
         WasteCause.SURPLUS_GROUP: ((6.0, 3),),
     }
-    assert [s.waste for s in timeline.samples] == [
-        WasteCause.FAILED,
-        WasteCause.DISCARDED_ON_ABORT,
-        WasteCause.SURPLUS_GROUP,
-    ]
+    causes = [WasteCause.FAILED, WasteCause.DISCARDED_ON_ABORT, WasteCause.SURPLUS_GROUP]
+    assert [s.waste for s in timeline.samples] == causes
     assert timeline.samples[1].gaps == (Gap(start_s=3.0, end_s=4.0),)
 
 

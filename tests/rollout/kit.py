@@ -45,13 +45,8 @@ class Prompts:
 
     def prompt(self, index: int) -> Prompt:
         self.drawn.append(index)
-        return Prompt(
-            prompt_id=f"toy/{index}@0",
-            token_ids=(5, 6, 7),
-            text=f"prompt {index}",
-            source="toy",
-            columns={"row": index},
-        )
+        name, row = f"toy/{index}@0", {"row": index}
+        return Prompt(prompt_id=name, token_ids=(5, 6, 7), text=f"prompt {index}", source="toy", columns=row)
 
 
 class ParityScorer:

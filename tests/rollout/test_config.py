@@ -35,19 +35,10 @@ def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"strategy": "token_budget", "tokens_per_round": 0},
-            "rollout.strategy.tokens_per_round must be at least 1, got 0",
-        ),
+        ({"strategy": "token_budget", "tokens_per_round": 0}, "strategy.tokens_per_round must be at least 1, got 0"),
         ({"strategy": "windowed", "window_groups": 0}, "rollout.strategy.window_groups must be at least 1, got 0"),
-        (
-            {"strategy": "fast_lane", "fast_lane_samples": -1},
-            "rollout.strategy.fast_lane_samples must be at least 1, got -1",
-        ),
-        (
-            {"strategy": "threshold", "staleness_threshold": -0.1},
-            "rollout.strategy.staleness_threshold must be at least 0, got -0.1",
-        ),
+        ({"strategy": "fast_lane", "fast_lane_samples": -1}, "strategy.fast_lane_samples must be at least 1, got -1"),
+        ({"strategy": "threshold", "staleness_threshold": -0.1}, "staleness_threshold must be at least 0, got -0.1"),
         ({"strategy": "threshold", "staleness_threshold": float("nan")}, "must be at least 0, got nan"),
         (
             {"strategy": "rollover", "prefill_tokens_per_iteration": 0.0},

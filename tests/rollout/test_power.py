@@ -17,7 +17,6 @@ from tests import runs
 from tests.power import Disk
 from tests.rollout.kit import make_rig
 from tests.rollout.test_placement import Asked
-from tests.virtual_time import run
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ class Everywhere(Asked):
         self._look(list(tokens))
 
 
-def test_members_forget_tokens_only_when_a_power_cut_cannot_take_them(tmp_path: Path, disk: Disk) -> None:
+async def test_members_forget_tokens_only_when_a_power_cut_cannot_take_them(tmp_path: Path, disk: Disk) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     looks = 0
 
@@ -71,28 +70,21 @@ def test_members_forget_tokens_only_when_a_power_cut_cannot_take_them(tmp_path: 
         assert all(held[key] >= number for key, number in tokens)
         looks += bool(tokens)
 
-    async def train() -> None:
-        await make_rig(journal=journal, placement=Everywhere(look)).train(3)
-
-    run(train())
+    await make_rig(journal=journal, placement=Everywhere(look)).train(3)
     assert looks > 6
     journal.close()
 
 
-def test_a_batch_that_is_handed_out_survives_a_power_cut(tmp_path: Path, disk: Disk) -> None:
+async def test_a_batch_that_is_handed_out_survives_a_power_cut(tmp_path: Path, disk: Disk) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
-
-    async def train() -> None:
-        rig = make_rig(journal=journal)
-        for step in range(3):
-            batch = await rig.driver.next_batch()
-            found = disk.journal_after_a_power_cut(journal.path, tmp_path / "found")
-            assert found.last_seq == journal.last_seq
-            found.close()
-            await rig.publish(batch.step + 1)
-            assert batch.step == step
-
-    run(train())
+    rig = make_rig(journal=journal)
+    for step in range(3):
+        batch = await rig.driver.next_batch()
+        found = disk.journal_after_a_power_cut(journal.path, tmp_path / "found")
+        assert found.last_seq == journal.last_seq
+        found.close()
+        await rig.publish(batch.step + 1)
+        assert batch.step == step
     journal.close()
 
 

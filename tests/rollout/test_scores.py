@@ -50,13 +50,8 @@ def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_pat
         assert [(t.reward, t.components, t.solved) for t in restored.trajectories] == [
             (t.reward, t.components, t.solved) for t in batch.trajectories
         ]
-    play(
-        1,
-        "sync",
-        scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply),
-        group_size=3,
-        journal=Journal(tmp_path / "plain"),
-    )
+    plain = Journal(tmp_path / "plain")
+    play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply), group_size=3, journal=plain)
     bodies = sqlite3.connect(tmp_path / "plain").execute("SELECT body FROM events WHERE kind = 'SampleScored'")
     assert all(json.loads(body).keys() == {"time_s", "sample_id", "reward", "shaping"} for (body,) in bodies)
 

@@ -308,23 +308,21 @@ def test_answers_that_cannot_be_kept_are_refused() -> None:
             answered(made)
 
 
-def test_a_call_that_reaches_a_closed_replica_is_let_in_and_stopped() -> None:
-    async def late() -> tuple[list[Chunk], Replica]:
-        replica = Replica()
-        engine = await begun(replica)
-        calls = [asyncio.create_task(ended(engine.generate(request(name)))) for name in ("on time", "late")]
-        while len(engine._calls) < 2:
-            await asyncio.sleep(0)
-        await engine.abort(["on time", "late"])
-        assert all(call.done() for call in calls), "abort returns once the calls are over"
-        return [call.result() for call in calls], replica
-
-    chunks, replica = asyncio.run(late())
-    assert [chunk.finish_reason for chunk in chunks] == [FinishReason.ABORT] * 2
+@pytest.mark.real_time
+async def test_a_call_that_reaches_a_closed_replica_is_let_in_and_stopped() -> None:
+    replica = Replica()
+    engine = await begun(replica)
+    calls = [asyncio.create_task(ended(engine.generate(request(name)))) for name in ("on time", "late")]
+    while len(engine._calls) < 2:
+        await asyncio.sleep(0)
+    await engine.abort(["on time", "late"])
+    assert all(call.done() for call in calls), "abort returns once the calls are over"
+    assert [call.result().finish_reason for call in calls] == [FinishReason.ABORT] * 2
     assert replica.num_aborts >= 2 and replica.opened.is_set()
 
 
-def test_a_replica_that_cannot_be_stopped_is_named() -> None:
+@pytest.mark.real_time
+async def test_a_replica_that_cannot_be_stopped_is_named() -> None:
     async def stop(abort: Any) -> None:
         replica = Replica()
         replica.abort_all_requests = abort  # type: ignore[method-assign]
@@ -344,6 +342,6 @@ def test_a_replica_that_cannot_be_stopped_is_named() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(EngineError, match="could not be stopped: RuntimeError: the actor died"):
-        asyncio.run(stop(dead))
+        await stop(dead)
     with pytest.raises(EngineTimeout, match=r"did not hand over 1 calls within 0\.05 s \(abort_timeout_s\)"):
-        asyncio.run(stop(deaf))
+        await stop(deaf)

@@ -56,13 +56,8 @@ class HeldWorker:
         self.served = ServedHeads(self.held)
 
     def hello(self) -> Hello:
-        return Hello(
-            protocols=(PROTOCOL,),
-            software="held",
-            run_id=self.run_id,
-            served=self.served.needed(),
-            held=self.held.listed(),
-        )
+        served, held = self.served.needed(), self.held.listed()
+        return Hello(protocols=(PROTOCOL,), software="held", run_id=self.run_id, served=served, held=held)
 
     def welcomed(self, welcome: Welcome) -> list[FromWorker]:
         self.lease, self.run_id, self.num_heartbeats = welcome.lease, welcome.run_id, 0

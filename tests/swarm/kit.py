@@ -186,12 +186,8 @@ class ModelWorker:
                     return [CallFailed(call_id=message.call_id, reason="it is not held any more")]
                 prefix = pack_ids(response(call.sample_key, 0, message.offset))
                 assert hashlib.sha256(prefix).hexdigest() == message.prefix
-                call.call_id, call.sent, call.is_aborted, call.is_end_sent = (
-                    message.call_id,
-                    message.offset,
-                    False,
-                    False,
-                )
+                call.call_id, call.sent = message.call_id, message.offset
+                call.is_aborted = call.is_end_sent = False
                 call.is_over = call.end == LENGTH  # one that was stopped goes on
                 self.calls[message.call_id] = call
             case Abort(call_ids=call_ids):

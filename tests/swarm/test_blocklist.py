@@ -111,7 +111,5 @@ def test_several_processes_can_change_the_file_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "sent_away.json").write_text('{"workers": {"liar": 3}}')
-    with pytest.raises(
-        RunError, match=r"sent_away\.json cannot be read .*: delete it, and workers that were sent away"
-    ):
+    with pytest.raises(RunError, match=r"sent_away\.json cannot be read .*: delete it, and workers that were sent"):
         Blocklist(tmp_path)

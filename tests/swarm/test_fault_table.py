@@ -17,7 +17,7 @@ from rollover import cli
 from tests import runs
 from tests.speed import within
 from tests.swarm.chaos.clocks import set_clocks
-from tests.swarm.chaos.disks import SmallDisk, can_mount, small_disk
+from tests.swarm.chaos.disks import can_mount, small_disk
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.laws import check_laws, check_members
 from tests.swarm.chaos.stage import DEADLINE_S, Stage
@@ -122,11 +122,16 @@ async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(exper
         assert stage.status().metrics["rollout/starvation_age"] == ages[-1]
 
 
+@pytest.mark.real_time
 @needs_mounts
-def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_a_stop(experiment_folder: Path) -> None:
+async def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_a_stop(experiment_folder: Path) -> None:
     """Nothing is lost: the worker keeps the weights it has, and the run goes on once there is space."""
 
-    async def scene(runs_disk: SmallDisk, worker_disk: SmallDisk) -> None:
+    run_megabytes = 512  # a run asks for some beforehand
+    with (
+        small_disk(experiment_folder / "disk", run_megabytes) as runs_disk,
+        small_disk(experiment_folder / "cache", 24) as worker_disk,
+    ):
         async with stage_in(experiment_folder, run=runs_disk.folder / "out", caches=worker_disk.folder).open() as stage:
             await until_step(stage, 0)
             worker_disk.fill()
@@ -146,10 +151,3 @@ def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_a_stop(exper
             runs_disk.clear()
             stage.start("coordinator")
             await finish(stage)
-
-    run_megabytes = 512  # a run asks for some beforehand
-    with (
-        small_disk(experiment_folder / "disk", run_megabytes) as runs_disk,
-        small_disk(experiment_folder / "cache", 24) as worker_disk,
-    ):
-        asyncio.run(scene(runs_disk, worker_disk))

@@ -66,14 +66,7 @@ class Laptop:
             command = runs.Processes(self.home).run(*shlex.split(line)[1:])
             assert command.code == 0, f"{line}\n{command.err}"
             return command.out
-        done = subprocess.run(
-            self.command(line),
-            cwd=self.home,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        done = subprocess.run(self.command(line), cwd=self.home, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         return done.stdout
 

@@ -112,21 +112,16 @@ async def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
     assert (tmp_path / "cache" / blob.digest).read_bytes() == b"weights"
 
 
-def test_a_proxy_that_is_not_there_is_named_without_its_login(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.real_time
+async def test_a_proxy_that_is_not_there_is_named_without_its_login(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("HTTPS_PROXY", f"http://anna:hunter2@127.0.0.1:{port}")
     address = CoordinatorAddress.parse(f"wss://{TRAINER}:8790")
-
-    async def main() -> str:
-        with pytest.raises(Disconnected) as caught:
-            async with open_connection(address, TOKEN, tls_context(None), timeout_s=10.0):
-                pass
-        return str(caught.value)
-
-    said = asyncio.run(main())
-    assert (
-        f"wss://{TRAINER}:8790, through the proxy http://127.0.0.1:{port}, cannot be reached: nothing listens" in said
-    )
+    with pytest.raises(Disconnected) as caught:
+        async with open_connection(address, TOKEN, tls_context(None), timeout_s=10.0):
+            pass
+    said, proxy = str(caught.value), f"http://127.0.0.1:{port}"
+    assert f"wss://{TRAINER}:8790, through the proxy {proxy}, cannot be reached: nothing listens" in said
     assert "hunter2" not in said and "anna" not in said
 
 

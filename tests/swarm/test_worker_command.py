@@ -103,35 +103,31 @@ def joined_in_vain(engine: SwarmEngine, token: WorkerToken, cache: Path) -> int:
     return cli.main(["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(cache), *ENGINE])
 
 
-def test_a_token_with_another_publishers_key_ends_the_worker(
+@pytest.mark.real_time
+async def test_a_token_with_another_publishers_key_ends_the_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> int:
-        model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        async with asyncio.timeout(within(60)), swarm(root, model) as engine:
-            token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
-            return await asyncio.to_thread(joined_in_vain, engine, token, tmp_path / "cache")
-
-    assert asyncio.run(main()) == 2
+    model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
+    async with asyncio.timeout(within(60)), swarm(root, model) as engine:
+        token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
+        assert await asyncio.to_thread(joined_in_vain, engine, token, tmp_path / "cache") == 2
     error = capsys.readouterr().err
     assert "not signed by the publisher whose key this worker was given with its token: ask the run's owner" in error
     assert "Traceback" not in error
 
 
-def test_a_run_with_another_model_ends_a_worker_that_joined_before(
+@pytest.mark.real_time
+async def test_a_run_with_another_model_ends_a_worker_that_joined_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> int:
-        root, cache = tmp_path / "swarm", tmp_path / "cache"
-        model = saved(tiny_model(), tmp_path / "model")
-        async with asyncio.timeout(within(90)), swarm(root, model) as engine, worker(root, engine, cache) as lines:
-            while not any("serving version 0" in line for line in lines):
-                await asyncio.sleep(0.01)
-        (model / "tokenizer.json").write_text("{}")
-        async with asyncio.timeout(within(90)), swarm(root, model) as engine:
-            return await asyncio.to_thread(joined_in_vain, engine, make_token(root, "again"), cache)
-
-    assert asyncio.run(main()) == 2
+    root, cache = tmp_path / "swarm", tmp_path / "cache"
+    model = saved(tiny_model(), tmp_path / "model")
+    async with asyncio.timeout(within(90)), swarm(root, model) as engine, worker(root, engine, cache) as lines:
+        while not any("serving version 0" in line for line in lines):
+            await asyncio.sleep(0.01)
+    (model / "tokenizer.json").write_text("{}")
+    async with asyncio.timeout(within(90)), swarm(root, model) as engine:
+        assert await asyncio.to_thread(joined_in_vain, engine, make_token(root, "again"), cache) == 2
     error = capsys.readouterr().err
     assert "has a config or tokenizer other than version 0, which this worker has had" in error and "--cache" in error
 

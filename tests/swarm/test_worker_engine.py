@@ -9,7 +9,7 @@ import pytest
 
 from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError, ResourceError
-from rollover.swarm.wire.messages import Heartbeat, Leaving, NotServing, Serving
+from rollover.swarm.wire.messages import Decoded, Heartbeat, Leaving, NotServing, Serving
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineBroken, EngineHost
@@ -62,6 +62,32 @@ async def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(
     assert set(bench.coordinator.versions["a"].values()) == {0}
     bench.engine.goes_on.set()  # type: ignore[attr-defined]
     await serving_after(bench, link, 1)
+
+
+class Late(FakeEngine):
+    """Takes the first weights only when nobody waits for them any more."""
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await super().load(version, source)
+
+    async def resume(self) -> None:
+        await super().resume()
+        await self.tick()
+
+
+@with_worker(update_timeout_s=0.05, make_engine=lambda: Late(length_of))
+async def test_weights_that_an_engine_has_taken_late_are_announced_before_their_tokens(bench: Bench) -> None:
+    link = await bench.decoding(3, assign("a", limit=6))
+    await link.send(head(1))
+    await link.until(lambda: 3 in bench.coordinator.versions["a"])
+    of_new = [type(m) for m in link.seen if isinstance(m, Serving | Decoded) and m.version == 1]
+    assert of_new[0] is Serving and not link.all(NotServing)
+    await bench.engine.tick(2)
+    assert await link.ended("a") == "length"
+    assert list(bench.coordinator.versions["a"].values()) == [0, 0, 0, 1, 1, 1]
 
 
 class Frozen(FakeEngine):

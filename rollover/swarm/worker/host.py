@@ -181,9 +181,14 @@ class EngineHost:
     async def _load(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
         limit_s = max(self._config.update_timeout_s, self._config.engine.update_timeout_s or 0.0)
         late = f"{opened.engine!r} did not load weights version {head.version} within {limit_s:g} s"
-        async with within(limit_s, late), _paused(opened):
-            await opened.weights.load(head.version, source)
-            self.holds_tokens_back = True
+        before = opened.engine.stats().policy_version
+        self.holds_tokens_back = True
+        try:
+            async with within(limit_s, late), _paused(opened):
+                await opened.weights.load(head.version, source)
+        except EngineError:  # a load that is given up may go on in the engine, which then resumes after it
+            if opened.engine.stats().policy_version == before:
+                raise
 
     def _served(self, opened: OpenedEngine, head: Head, fetched: FetchedWeights, pause_s: float) -> None:
         self.serves = head

@@ -141,7 +141,7 @@ class Trust:
             temperatures=(self._temperature,) if self.has_checked else TEMPERATURES,
             first=some_prompts(version) if is_known else (),
         )
-        if draws and not is_known:
+        if draws:
             await check_sampling(engine, reference, temperature=self._temperature)
 
 

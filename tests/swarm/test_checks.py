@@ -183,6 +183,37 @@ async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew()
     await checks.close()
 
 
+async def test_who_joins_anew_draws_under_the_next_version_and_who_was_found_out_at_once() -> None:
+    hub, checks, _ = checked_swarm()
+    begun: list[tuple[int, bool]] = []
+    is_greedy = False
+
+    async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+        begun.append((version, draws))
+        if is_greedy and draws:
+            raise EngineMismatch("a draws greedily")
+
+    checks.check_logprobs_with(check)
+    checks.begin("a", 0)
+    await asyncio.sleep(1)
+    is_greedy = True
+    join(hub, ModelWorker("a"))  # another process, with other settings
+    for version in (0, 1):
+        hub.published(head(version), 0.0)
+        hub.members["a"].version = version
+        checks.begin("a", version)
+        await asyncio.sleep(1)
+    assert begun == [(0, True), (0, False), (1, True)] and hub.members["a"].distrust
+    for mended in (False, True):
+        is_greedy = not mended
+        hub.readmitted("a")
+        join(hub, ModelWorker("a", version=1, served={1: head(1)}))
+        checks.begin("a", 1)
+        await asyncio.sleep(1)
+        assert begun[-1] == (1, True) and bool(hub.members["a"].distrust) is not mended
+    await checks.close()
+
+
 async def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
     hub, checks, _ = checked_swarm()
     asked: list[int] = []

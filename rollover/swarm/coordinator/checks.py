@@ -135,6 +135,7 @@ class MemberChecks:
                     is_known = member.checked_version is not None
                     await check(OneMember(self._swarm, name), version, is_known=is_known, draws=draws)
             except EngineMismatch as e:
+                del self._drawn[name]  # once it is readmitted, it has to draw before anything else
                 self._shell.perform(self._coordinator.distrust(name, str(e)))
                 return
             except EngineError as e:  # it was lost, or nothing is known yet to compare it with

@@ -48,8 +48,8 @@ class Watch:
         """See ``EnginePool.check_logprobs``."""
         assert self.logprob_check is not None, "there is a way to check them"
         check, version, members = self.logprob_check, self._updates.version, self._members.in_service
-        is_known, self._has_checked = self._has_checked, True
-        failed = await self._members.each(members, lambda member: check(member.engine, version, is_known=is_known))
+        known, self._has_checked = self._has_checked, True
+        failed = await self._members.each(members, lambda m: check(m.engine, version, is_known=known, draws=not known))
         mismatched = {member: e for member, e in failed.items() if isinstance(e, EngineMismatch)}
         if strict and mismatched:
             raise next(iter(mismatched.values()))

@@ -220,7 +220,7 @@ async def test_an_abort_reaches_all_members_without_waiting_for_a_hung_one() -> 
 
 class Prover:
     """Finds a mismatch with the members named in ``liars``, each time; ``asked`` holds whom, and for which version, and
-    ``new`` who was not known."""
+    ``new`` who was not known or is to draw."""
 
     def __init__(self, *liars: str) -> None:
         self.liars = {*liars}
@@ -229,7 +229,7 @@ class Prover:
 
     async def __call__(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         self.asked.append((repr(engine), version))
-        self.new += [] if is_known else [repr(engine)]
+        self.new += [repr(engine)] if draws or not is_known else []
         assert len(await collect(engine, request(f"proof{len(self.asked)}", max_new_tokens=1))) > 0
         if repr(engine) in self.liars:
             raise EngineMismatch(f"{engine!r} is 0.5 nats off")

@@ -1,0 +1,41 @@
+"""What of an engine is checked, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.rollout.config import RolloutConfig
+from rollover.run import engine_trust
+from rollover.run.engine_trust import Trust
+from tests.engine.fake import FakeEngine, opened
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+async def test_sampling_is_checked_of_whom_is_to_draw(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool, draws: bool
+) -> None:
+    made: list[str] = []
+    for name in ("check_logprobs", "check_sampling"):
+
+        async def check(*args: Any, name: str = name, **kwargs: Any) -> None:
+            made.append(name)
+
+        monkeypatch.setattr(engine_trust, name, check)
+    engine = FakeEngine(lambda request: 1)
+    trust = Trust(
+        RolloutConfig(),
+        EmbeddedConfig(),
+        opened(engine),
+        next_logits=lambda prompts: np.zeros((len(prompts), 8), np.float32),
+        vocab_size=8,
+        trainer_format="float32",
+        replayed=(),
+    )
+    trust.expect(0)
+    await trust._check(engine, 0, is_known=is_known, draws=draws)
+    assert made == ["check_logprobs", "check_sampling"][: 1 + draws]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,7 @@ from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import StreamEnding
 from rollover.token_bytes import split_bytes
 from rollover.types import FinishReason
+from tests.speed import slowness
 from tests.swarm.worker_kit import assign, head
 
 LIMIT = 300
@@ -97,7 +99,7 @@ class HeldMachine(RuleBasedStateMachine):
         num_sent=st.sampled_from([0, 1, 9]),
     )
     def decoded(self, call: Call, num_tokens: int, version: int, ends: str | None, num_sent: int) -> None:
-        stream = self.held.get(call.call_id)
+        stream = self.held._streams.get(call.call_id)
         if stream is None or call.ending is not None or self.held.is_full:
             return
         ids = tuple(range(self.num_tokens, self.num_tokens + num_tokens))
@@ -111,12 +113,12 @@ class HeldMachine(RuleBasedStateMachine):
 
     @rule(call=calls, failure=st.sampled_from(["", "out of memory"]), num_sent=st.sampled_from([0, 9]))
     def stopped(self, call: Call, failure: str, num_sent: int) -> None:
-        if self.held.get(call.call_id) is not None and call.ending is None:
+        if self.held._streams.get(call.call_id) is not None and call.ending is None:
             self.end(call, failure or FinishReason.ABORT)
             self.sent(num_sent)
 
     def end(self, call: Call, ending: FinishReason | str) -> None:
-        stream = self.held.get(call.call_id)
+        stream = self.held._streams.get(call.call_id)
         assert stream is not None
         call.ending = ending
         reason = ending if isinstance(ending, FinishReason) else None
@@ -198,7 +200,7 @@ class HeldMachine(RuleBasedStateMachine):
     def released(self, call: Call) -> None:
         self.held.release((call.call_id,))
         call.is_released = True
-        assert self.held.get(call.call_id) is None
+        assert self.held._streams.get(call.call_id) is None
 
     @precondition(lambda self: self.known)
     @rule()
@@ -221,10 +223,12 @@ class HeldMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_what_nobody_has_acknowledged(self) -> None:
-        open_calls = [call for call in self.known if self.held.get(call.call_id) is not None]
+        open_calls = [call for call in self.known if self.held._streams.get(call.call_id) is not None]
         assert self.held.num_tokens == sum(len(call.decoded) - call.acked for call in open_calls)
         for call in self.known:
-            assert call.is_released or self.held.get(call.call_id) is not None, "forgotten though nobody had said so"
+            assert call.is_released or self.held._streams.get(call.call_id) is not None, (
+                "forgotten though nobody had said so"
+            )
 
     @invariant()
     def a_received_stream_is_the_beginning_of_the_decoded_one(self) -> None:
@@ -262,6 +266,22 @@ def test_tokens_of_one_version_go_out_together_each_call_in_its_turn() -> None:
     assert sent == [("a", 0, 4, 0), ("b", 0, 4, 0), ("a", 4, 2, 1), ("b", 4, 2, 1)]
 
 
+def test_the_work_of_a_message_grows_with_its_tokens_alone() -> None:
+    held = HeldCalls(10**6)
+    stream = held.open(assign("a"))
+    for number in range(30_000):  # an outage of minutes
+        held.decoded(stream, chunk((number,)))
+    began_s = time.process_time()
+    message = held.next_message()
+    for number in range(200):
+        held.decoded(stream, chunk((number,)))
+        assert isinstance(again := held.next_message(), Decoded) and len(again.token_ids) == 4
+    assert time.process_time() - began_s < 0.4 * slowness()
+    assert isinstance(message, Decoded) and unpack_ids(message.token_ids) == tuple(range(30_000))
+    held.acked("a", 29_999)
+    assert stream.num_held == 201
+
+
 def test_kept_sets_go_out_as_a_frame_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_stream, "_MAX_BESIDE_BYTES", 9)
     held = HeldCalls(100)
@@ -284,7 +304,7 @@ def test_a_call_that_is_held_is_not_assigned_or_adopted_again(message: str) -> N
             held.open(assign("a"))
         else:
             held.adopt(Adopt(held="a", call_id="a", offset=0, prefix=prefix(())))
-    assert held.get("a") is stream and stream.num_held == 2
+    assert held._streams.get("a") is stream and stream.num_held == 2
 
 
 def test_an_offer_that_nobody_takes_up_is_forgotten_after_its_time() -> None:
@@ -334,6 +354,15 @@ def test_a_later_epoch_names_no_version_that_it_has_not_made() -> None:
         served.add(each)
     assert served.needed() == (head(7, epoch=2),)
     assert head(8) not in served.needed()
+
+
+def test_new_tokens_of_a_run_that_went_back_name_none_of_its_earlier_epochs() -> None:
+    held = HeldCalls(1000)
+    served = ServedHeads(held)
+    for each in (head(6), head(7), head(6, epoch=2)):
+        served.add(each)
+    held.decoded(held.open(assign("a")), chunk((5,), 6))
+    assert served.needed() == (head(6, epoch=2),), "else all that the worker holds is released"
 
 
 def test_no_more_are_kept_than_a_coordinator_remembers() -> None:

@@ -330,7 +330,7 @@ class CutSwarm(RuleBasedStateMachine):
         assert self.held() == 0 and len(self.hub._calls.acknowledgements) == 0
 
     def held(self) -> int:
-        return sum(len(worker.held) for worker in self.workers.values())
+        return sum(len([*worker.held]) for worker in self.workers.values())
 
     def round(self) -> None:
         self.wait(5.0)

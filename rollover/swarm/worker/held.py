@@ -42,25 +42,20 @@ class HeldCalls:
         self._streams: dict[str, HeldStream] = {}
         self._to_send: dict[str, None] = {}
         """Calls of which something can be sent, in the order of their turns."""
-        self._is_full = False
+        self.is_full = False
         self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._streams)
 
     def __iter__(self) -> Iterator[HeldStream]:
         return iter(self._streams.values())
 
-    def get(self, call_id: str) -> HeldStream | None:
-        return self._streams.get(call_id)
-
-    @property
-    def is_full(self) -> bool:
-        return self._is_full
-
     @property
     def oldest_version(self) -> int | None:
         return min((v for stream in self if (v := stream.oldest_version) is not None), default=None)
+
+    @property
+    def num_unsent(self) -> int:
+        """Return the number of tokens that this connection has not taken: of an offer that was not answered, all."""
+        return sum(stream.end - (stream.start if stream.is_offered else stream.sent) for stream in self)
 
     def listed(self) -> tuple[messages.HeldCall, ...]:
         """Return what a ``Hello`` offers: the oldest calls, if it cannot name all."""
@@ -158,8 +153,8 @@ class HeldCalls:
 
     def _count(self, change: int) -> None:
         self.num_tokens += change
-        limit = self._max_tokens * (_ROOM_AGAIN if self._is_full else 1.0)
-        self._is_full = self.num_tokens >= max(1.0, limit)
+        limit = self._max_tokens * (_ROOM_AGAIN if self.is_full else 1.0)
+        self.is_full = self.num_tokens >= max(1.0, limit)
 
 
 class ServedHeads:
@@ -176,10 +171,12 @@ class ServedHeads:
         """Record weights that are served now. Tokens of those before may still come out of the engine, unless
         this is an older version, of a later epoch."""
         goes_back = any(head.version <= before.version for before in self._heads)
-        self._heads = [*(self.needed() if goes_back else self._heads), head][-messages.MAX_SERVED :]
+        self._heads = [*(self._of_held() if goes_back else self._heads), head][-messages.MAX_SERVED :]
 
     def needed(self) -> tuple[messages.Head, ...]:
         """Return those from which held tokens may come, and the newest, oldest first."""
+        return tuple(dict.fromkeys([*self._of_held(), *self._heads[-1:]]))
+
+    def _of_held(self) -> list[messages.Head]:
         oldest = self._held.oldest_version
-        newest = self._heads[-1:]
-        return tuple(h for h in self._heads if h in newest or (oldest is not None and h.version >= oldest))
+        return [head for head in self._heads if oldest is not None and head.version >= oldest]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Literal, cast
 
 from rollover.engine.base import Chunk
@@ -74,16 +74,15 @@ class _HeldPiece:
         sizes = list(accumulate(len(kept) + len(route) for kept, route in pairs))
         return self.cut(self.start, self.start + bisect_right(sizes, _MAX_BESIDE_BYTES)) if sizes else self
 
-    def joined(self, after: _HeldPiece) -> _HeldPiece | None:
-        """Return both as one; ``None`` when their versions differ."""
-        if (self.version, self.kv_version) != (after.version, after.kv_version):
-            return None
+    @staticmethod
+    def joined(pieces: Sequence[_HeldPiece]) -> _HeldPiece:
+        """Return pieces of the same versions, one after the other, as one."""
         return replace(
-            self,
-            token_ids=self.token_ids + after.token_ids,
-            logprobs=self.logprobs + after.logprobs,
-            kept=self.kept + after.kept,
-            routes=self.routes + after.routes,
+            pieces[0],
+            token_ids=b"".join(piece.token_ids for piece in pieces),
+            logprobs=b"".join(piece.logprobs for piece in pieces),
+            kept=tuple(chain.from_iterable(piece.kept for piece in pieces)),
+            routes=tuple(chain.from_iterable(piece.routes for piece in pieces)),
         )
 
 
@@ -106,7 +105,7 @@ class HeldStream:
         """Time of its offer to a coordinator that has not accepted it yet: until then nothing of it is sent."""
         self._response = bytearray(assign.response_ids)
         """The whole response, by which another can tell that theirs begins alike."""
-        self._pieces: deque[_HeldPiece] = deque()
+        self._pieces: list[_HeldPiece] = []
         self.origin = self.end
         self._num_prefilled = 0
         self.has_sent_ending = False
@@ -172,10 +171,9 @@ class HeldStream:
             raise messages.ProtocolError(
                 f"{offset} tokens of {self.call_id} are acknowledged, but {self.end} are decoded"
             )
-        while self._pieces and self._pieces[0].start < offset:
-            piece = self._pieces.popleft()
-            if piece.end > offset:
-                self._pieces.appendleft(piece.cut(offset, piece.end))
+        del self._pieces[: self._first_after(offset)]
+        if self._pieces and (piece := self._pieces[0]).start < offset:
+            self._pieces[0] = piece.cut(offset, piece.end)
         self.start = max(self.start, offset)
         self.sent = max(self.sent, offset)
 
@@ -227,15 +225,17 @@ class HeldStream:
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:
         """Return what is to be sent next: at most ``max_tokens`` tokens, of one version."""
-        found: _HeldPiece | None = None
-        for piece in self._pieces:
-            if piece.end <= self.sent:
-                continue
-            piece = piece.cut(max(piece.start, self.sent), piece.end)
-            joined = piece if found is None else found.joined(piece)
-            if joined is None:
+        found: list[_HeldPiece] = []
+        size = 0
+        for index in range(self._first_after(self.sent), len(self._pieces)):
+            piece = self._pieces[index]
+            is_same = not found or (piece.version, piece.kv_version) == (found[0].version, found[0].kv_version)
+            if not is_same or piece.start - self.sent >= max_tokens or size > _MAX_BESIDE_BYTES:
                 break
-            found = joined
-            if found.end - found.start >= max_tokens:
-                return found.cut(found.start, found.start + max_tokens)
-        return found
+            found.append(piece)
+            size += sum(map(len, (*piece.kept, *piece.routes)))
+        return _HeldPiece.joined(found).cut(self.sent, self.sent + max_tokens) if found else None
+
+    def _first_after(self, offset: int) -> int:
+        """Return the index of the first piece that ends behind ``offset``."""
+        return bisect_right(self._pieces, offset, key=lambda piece: piece.end)

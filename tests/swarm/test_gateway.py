@@ -9,7 +9,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -297,14 +297,14 @@ def test_the_valid_tokens_are_read_once_for_all_members() -> None:
     reads = itertools.count()
     last = -1
 
-    def valid_names() -> Container[str]:
+    def valid_tokens() -> dict[str, str]:
         nonlocal last
         last = next(reads)
-        return {"a", "b"} if last < 20 else {"b"}
+        return {"a": "1", "b": "2"} if last < 20 else {"b": "2"}
 
     async def law() -> None:
         hub, clock = coordinator(), VirtualClock()
-        engine = SwarmEngine(SwarmConfig(), hub, None, clock, number_format="float32", valid_names=valid_names)  # type: ignore[arg-type]
+        engine = SwarmEngine(SwarmConfig(), hub, None, clock, number_format="float32", valid_tokens=valid_tokens)  # type: ignore[arg-type]
         for name in "ab":
             engine.shell.connected(name, ModelWorker(name).hello(), Silent())
         await engine.start()

@@ -101,7 +101,7 @@ async def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_pat
     Blocklist(tmp_path).add("liar", "it lies")
 
     hub, clock = coordinator(), VirtualClock()
-    engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(tmp_path))
+    engine = engine_with(hub, valid_tokens=credentials.hashes, blocklist=Blocklist(tmp_path))
     for name in "ab":
         join(engine, name)
     await engine.start()
@@ -116,6 +116,24 @@ async def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_pat
     Blocklist(tmp_path).readmit("liar")
     await clock.sleep(1)
     assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
+    await engine.close()
+
+
+async def test_a_new_token_of_a_name_keeps_no_session_of_the_revoked_one(tmp_path: Path) -> None:
+    credentials, key = Credentials(tmp_path / "workers.json"), open_key(tmp_path / "key").public_key()
+    credentials.add("a", key)
+    hub, clock = coordinator(), VirtualClock()
+    engine = engine_with(hub, valid_tokens=credentials.hashes)
+    join(engine, "a")
+    await engine.start()
+    await clock.sleep(1)
+    credentials.revoke("a")
+    credentials.add("a", key)
+    await clock.sleep(1)
+    assert not hub.members["a"].lease
+    join(engine, "a")
+    await clock.sleep(1)
+    assert hub.members["a"].lease
     await engine.close()
 
 

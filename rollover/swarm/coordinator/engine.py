@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, FirstCall, GenerateRequest
@@ -54,7 +54,7 @@ class SwarmEngine:
     Args:
         number_format: of the weights as they are published.
         check_source: raises ``EngineError`` for weights that do not fit the run's model.
-        valid_names: returns the workers whose token is valid now; without it, all are.
+        valid_tokens: returns the hashes of the tokens that are valid now, by worker; without it, all are.
         board: shows people the state of the swarm.
         blocklist: records who was sent away for good; without it, a restart of the run forgets them.
     """
@@ -70,7 +70,7 @@ class SwarmEngine:
         *,
         number_format: str,
         check_source: Callable[[WeightSource], None] = lambda source: None,
-        valid_names: Callable[[], Container[str]] | None = None,
+        valid_tokens: Callable[[], Mapping[str, str]] | None = None,
         board: StatusBoard | None = None,
         blocklist: Blocklist | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class SwarmEngine:
         self._outlets = self.shell.outlets
         self.placement = SwarmPlacement(self.shell, max_running=config.max_running)
         self.checks = MemberChecks(self, self.shell)
-        self._upkeep = Upkeep(self.shell, board=self.board, url=lambda: self.url, valid_names=valid_names)
+        self._upkeep = Upkeep(self.shell, board=self.board, url=lambda: self.url, valid_tokens=valid_tokens)
         self._is_started = self._is_closed = False
 
     def __repr__(self) -> str:

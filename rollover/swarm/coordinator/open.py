@@ -91,7 +91,7 @@ async def open_swarm(
         clock,
         number_format=number_format(folder),
         check_source=_fits(folder),
-        valid_names=credentials.hashes,
+        valid_tokens=credentials.hashes,
         board=board,
         blocklist=Blocklist(root),
     )

@@ -7,7 +7,7 @@ other work; a mistake in the code ends the run, never this work alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 
 from rollover.engine.background import BackgroundTasks
 from rollover.errors import RolloverError, refusal
@@ -29,7 +29,7 @@ class Upkeep:
     Args:
         board: shows people the state of the swarm.
         url: returns the address that workers are to join.
-        valid_names: returns the workers whose token is valid now; without it, all are.
+        valid_tokens: returns the hashes of the tokens that are valid now, by worker; without it, all are.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class Upkeep:
         *,
         board: StatusBoard,
         url: Callable[[], str],
-        valid_names: Callable[[], Container[str]] | None,
+        valid_tokens: Callable[[], Mapping[str, str]] | None,
     ) -> None:
         self._shell, self._coordinator, self._clock = shell, shell.coordinator, shell.clock
-        self._board, self._url, self._valid_names = board, url, valid_names
+        self._board, self._url, self._valid_tokens = board, url, valid_tokens
+        self._logins: dict[int, str | None] = {}
+        """The hash of the token with which each lease began."""
         self._tasks = BackgroundTasks()
 
     def start(self, lease_s: float) -> None:
@@ -63,11 +65,14 @@ class Upkeep:
         self._shell.changed()  # time alone may change who should get a call
 
     def _send_revoked_away(self) -> None:
-        members = self._coordinator.members
-        valid = self._valid_names() if self._valid_names is not None else members
-        for name, member in list(members.items()):
-            if member.lease and name not in valid:
-                self._shell.perform(self._coordinator.revoked(name))
+        if self._valid_tokens is None:
+            return
+        valid, before, self._logins = self._valid_tokens(), self._logins, {}
+        for name, member in list(self._coordinator.members.items()):
+            if member.lease:
+                login = self._logins[member.lease] = before.get(member.lease, valid.get(name))
+                if login is None or login != valid.get(name):  # the name may have a new token already
+                    self._shell.perform(self._coordinator.revoked(name))
 
     def _readmit(self) -> None:
         for name in self._shell.blocklist.readmitted() if self._shell.blocklist is not None else ():

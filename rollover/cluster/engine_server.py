@@ -173,9 +173,10 @@ class ClusterServer:
                 await self._look()
 
     async def _look(self) -> Look:
-        asked = self._keeper.look.remote(self._log_at)
-        look: Look = await self._ask(asked, self._config.health_timeout_s, "answer")
-        self._write_log(look.log)
+        log_at = self._log_at
+        look: Look = await self._ask(self._keeper.look.remote(log_at), self._config.health_timeout_s, "answer")
+        if log_at == self._log_at:  # no other look has written it meanwhile
+            self._write_log(look.log)
         return look
 
     def _write_log(self, log: bytes) -> None:

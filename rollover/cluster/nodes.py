@@ -6,7 +6,7 @@ That a node is there is what it answers itself; the tables of the cluster are as
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -177,21 +177,35 @@ class Wanted:
 
 
 def unplaced(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> list[Wanted]:
-    """Return what finds no place on empty nodes, the largest placed first, each on the node that it leaves fullest.
+    """Return what finds no place on empty nodes, as little as is possible: every way is followed to fill one node after
+    the other with so many of equal ones.
 
     Example: two servers of 2 GPUs on nodes of 3 and 1: the first fits, the second is returned.
     """
-    left = [dict(node) for node in nodes]
-    failed = []
-    for each in sorted(wanted, key=lambda w: -max(w.resources.values(), default=0.0)):
-        fitting = [node for node in left if fits(each.resources, node)]
-        if not fitting:
-            failed.append(each)
-            continue
-        tightest = min(fitting, key=lambda node: sum(node.get(key, 0.0) for key in each.resources))
-        for key, amount in each.resources.items():
-            tightest[key] -= amount
-    return failed
+    equal: dict[tuple[tuple[str, float], ...], list[Wanted]] = {}
+    for each in wanted:
+        equal.setdefault(tuple(sorted(each.resources.items())), []).append(each)
+    kinds = sorted(equal.values(), key=len)
+    left = [tuple(map(len, kinds))]
+    for node in nodes:
+        ways = (rest for counts in left for rest in _filled(counts, [kind[0].resources for kind in kinds], node))
+        left = list({rest[:-1]: rest for rest in sorted(ways, reverse=True)}.values())  # of the last kind, the fewest
+    fewest = min(left, key=lambda counts: (sum(counts), counts))
+    return [each for kind, count in zip(kinds, fewest, strict=True) for each in kind[len(kind) - count :]]
+
+
+def _filled(counts: tuple[int, ...], bundles: Sequence[Resources], node: Resources) -> Iterator[tuple[int, ...]]:
+    """Yield what is left of ``counts`` of bundles, one count for each, after each way of filling a node."""
+    if not counts:
+        yield ()
+        return
+    for count in range(counts[0], -1, -1):
+        has_room = count > 0 and fits(bundles[0], node)
+        if len(counts) > 1 or not has_room:  # of the last kind, as many as fit
+            yield from ((count, *rest) for rest in _filled(counts[1:], bundles[1:], node))
+        if not has_room:
+            return
+        node = {key: amount - bundles[0].get(key, 0.0) for key, amount in node.items()}
 
 
 def fits(resources: Resources, node: Resources) -> bool:

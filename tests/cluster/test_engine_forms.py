@@ -72,12 +72,21 @@ def wanted(*gpus: float) -> list[Wanted]:
         ((1, 1, 3), (2, 3), []),
         ((1, 1, 1, 1), (2, 1), ["engine-3"]),
         ((0.1,) * 10, (1,), []),
+        ((4, 3, 3, 2, 2, 2), (8, 8), []),
     ],
 )
-def test_large_ones_are_placed_first_and_each_where_it_leaves_least(
+def test_as_little_as_possible_is_left_without_a_place(
     gpus: tuple[float, ...], nodes: tuple[float, ...], failed: list[str]
 ) -> None:
     assert [each.name for each in unplaced(wanted(*gpus), [{"GPU": n} for n in nodes])] == failed
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_who_can_go_anywhere_leaves_the_rare_node_to_who_needs_it(order: int) -> None:
+    both = [Wanted(name="any", resources={"GPU": 1.0}), Wanted(name="rare", resources={"GPU": 1.0, "h100": 1.0})]
+    nodes = [{"CPU": 16.0, "GPU": 1.0, "h100": 1.0}, {"CPU": 16.0, "GPU": 1.0}]
+    assert unplaced(both[::order], nodes) == unplaced(both[::order], nodes[::-1]) == []
+    assert [each.name for each in unplaced([*both, both[1]], nodes)] == ["rare"]
 
 
 def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:

@@ -57,6 +57,9 @@ class MergedWeights(Mapping[str, "Tensor"]):
         weight, adapter = self.base[name], self.adapters.get(name)
         return weight if adapter is None else adapter.merged_with(weight)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.base  # the mixin's makes the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)
 

@@ -22,7 +22,8 @@ from rollover.weights.adapters import (
     LowRank,
     MergedWeights,
 )
-from rollover.weights.base import WeightPath
+from rollover.weights.base import TensorSpec, WeightPath
+from rollover.weights.buckets import cast
 from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights, MemoryWeights
@@ -49,6 +50,15 @@ def adapters(*, seed: int = 0) -> dict[str, LowRank]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(), tmp_path_factory.mktemp("model"))
+
+
+def test_an_adapter_is_merged_once_for_a_tensor_that_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, merged = LowRank.merged_with, list[LowRank]()
+    monkeypatch.setattr(LowRank, "merged_with", lambda self, weight: merged.append(self) or merge(self, weight))
+    adapter = low_rank(8, 8)
+    weights = MergedWeights({"w": torch.zeros(8, 8)}, {"w": adapter})
+    sent = cast(weights, TensorSpec(name="w", shape=(8, 8), dtype="float32"))
+    assert torch.equal(sent, merge(adapter, torch.zeros(8, 8))) and merged == [adapter]
 
 
 def test_the_manifest_names_the_adapters_and_the_weights_that_they_are_for() -> None:

@@ -239,6 +239,15 @@ def test_offers_of_a_sample_that_another_member_finishes_are_released() -> None:
     ]
 
 
+def test_an_offer_is_no_answer_to_a_call_that_is_not_journaled() -> None:
+    """Such as that of an evaluation: an earlier process may have asked another prompt, or older weights, by this key."""
+    hub, worker = coordinator(), holding((0, 12))
+    join(hub, worker)
+    effects = hub.opened(request("g0.0", 9, journaled=False))
+    assert sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
+    assert len(sent(effects, Assign)) == 1 and not sent(effects, Adopt)
+
+
 CLAIMS = {
     "the name of a sample": "g0.0.",
     "what another member was told": KEYS.sealed("b", "g0.0."),

@@ -11,9 +11,9 @@ from msgspec import structs
 from rollover.swarm.coordinator.machine import assignments
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Fail
-from rollover.swarm.wire.messages import Assign, CallFailed
+from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, Leaving
 from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, request, response
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
+from tests.swarm.test_coordinator import beat, coordinator, decoded, holding, join, sent
 from tests.swarm.test_moves import given, member
 
 OUT_OF_MEMORY = "the engine is out of memory"
@@ -121,6 +121,28 @@ def test_an_impossible_end_is_a_failure_of_the_member_that_claims_it(
     assert said in hub.members["liar"].last_error
     assert given(hub.opened(request("g0.0", 1, num_done=num_tokens)), liar, good) is good
     assert_crowd_is_current(hub)
+
+
+def test_the_calls_of_a_member_that_leaves_are_displaced() -> None:
+    hub = coordinator()
+    leaver, good = member(hub, "leaver", 100.0, room=8), member(hub, "good", 1.0, room=2)
+    assert given(hub.opened(request("g0.0")), leaver, good) is leaver
+    effects = hub.received(leaver.lease, Leaving(reason="stopped by its user"), 1.0)
+    assert failed(effects) == [("g0.0#0.", True)]
+    assert not any(isinstance(e, Changed) and e.is_warning for e in effects) and not hub.members["leaver"].num_failures
+    assert given(hub.opened(request("g0.0", 1)), leaver, good) is good
+
+
+def test_an_adopted_call_that_ends_at_its_earlier_limit_continues_elsewhere() -> None:
+    hub, worker = coordinator(), holding((0, 12))
+    join(hub, worker)
+    asked = request("g0.0", 9, num_done=12)
+    asked = replace(asked, params=replace(asked.params, max_new_tokens=LENGTH + 9))
+    worker.got(sent(hub.opened(asked), Adopt)[0])
+    worker.decode("g0.0#9.", LENGTH)
+    effects = hub.received(worker.lease, worker.piece(worker.calls["g0.0#9."], 12, LENGTH, 0), 1.0)
+    assert [e.chunk.finish_reason for e in effects if isinstance(e, Deliver)] == [None]
+    assert failed(effects) == [("g0.0#9.", True)] and not hub.members["a"].num_failures
 
 
 @pytest.mark.parametrize("claimed", [0, 7, 30, 10**12])

@@ -433,7 +433,7 @@ async def test_weights_that_are_not_for_this_worker_end_it_after_a_few_tries(ben
     assert [asked.version for asked, _, _ in bench.fetcher.asked] == [0] + [1] * MAX_REFUSED
     await link.until(lambda: link.is_closed)
     assert link.all(Leaving) == [Leaving(reason=str(error))]
-    assert bench.coordinator.endings == {"a": "abort"}
+    assert bench.coordinator.endings == {}
     assert bench.coordinator.response("a") == tokens(7, 0, 5), "what it has decoded is handed over"
 
 
@@ -587,7 +587,7 @@ async def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> 
         await bench.running
         await link.until(lambda: link.is_closed)
         assert link.seen[-1] == Leaving(reason="stopped by its user")
-        assert bench.coordinator.endings == {"a": "abort", "b": "abort"}
+        assert bench.coordinator.endings == {}, "they end by the goodbye, not by failing"
         assert bench.coordinator.response("a") == tokens(7, 0, 5)
         assert bench.lines[-1] == "left the swarm"
         with pytest.raises(EngineError, match="closed"):
@@ -604,6 +604,23 @@ async def test_a_worker_that_is_stopped_without_a_connection_says_what_is_lost(t
         worker.stop("stopped by its user")
         assert bench.running is not None
         await bench.running
+        assert bench.lines[-1] == "left the swarm; 5 tokens could not be handed over"
+
+
+async def test_a_worker_that_is_stopped_says_what_nobody_has_asked_it_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.joined() as worker:
+        link = await bench.decoding(0, assign("a"), assign("b"))
+        await link.cut()
+        await bench.engine.tick(5)
+        back = await bench.member_again(head(0))
+        await back.adopt(back.hello.held[0])
+        await back.first(Decoded)
+        worker.stop("stopped by its user")
+        assert bench.running is not None
+        await bench.running
+        await back.until(lambda: back.is_closed)
+        assert back.seen[-1] == Leaving(reason="stopped by its user")
         assert bench.lines[-1] == "left the swarm; 5 tokens could not be handed over"
 
 

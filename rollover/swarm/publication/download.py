@@ -130,7 +130,7 @@ class BlobDownloads:
 
     def use(self, urls: Sequence[str]) -> None:
         """Download from these from now on, in this order, and measure their rates anew."""
-        self.urls = tuple(dict.fromkeys(url if "?" in url else url.rstrip("/") for url in urls))
+        self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
         self._meters = {url: _Meter() for url in self.urls}
         self._waiting.clear()
 
@@ -240,7 +240,7 @@ class BlobDownloads:
             return
         headers = self._headers(url, digest, have, past_cache=past_cache)
         limit = MAX_MANIFEST_BYTES if num_bytes is None else num_bytes
-        async with self._client.stream("GET", f"{url.rstrip('/')}/{digest}", headers=headers) as response:
+        async with self._client.stream("GET", f"{url}/{digest}", headers=headers) as response:
             if response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 partial.unlink(missing_ok=True)
             have = _first_byte(response, have)

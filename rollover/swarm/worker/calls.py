@@ -199,12 +199,6 @@ class WorkerCalls:
         except EngineError as e:
             self.health.failed(str(e), self._clock.now_s())
 
-    async def abort_all(self) -> None:
-        """Stop all calls and wait until each has ended. Raises ``EngineTimeout``."""
-        calls = list(self._calls.values())
-        await self.abort(list(self._calls))
-        await self._until(lambda: not any(call in self._calls.values() for call in calls))
-
     def release(self, call_ids: Collection[str]) -> None:
         """Stop calls and forget their tokens."""
         self._held.release(call_ids)
@@ -228,10 +222,7 @@ class WorkerCalls:
     # -- from the weights ---------------------------------------------------------------------------------------
 
     def serve(self, engine: Engine, version: int) -> None:
-        """Decode with ``engine``, whose weights are ``version``'s. Calls that have sampled from a newer one, of an
-        earlier epoch of the run, cannot continue."""
-        if version < self._version:
-            self.fail_all(f"the run went back from version {self._version} to {version}")
+        """Decode with ``engine``, whose weights are ``version``'s."""
         self._engine, self._version = engine, version
         self._changes.notify()
 
@@ -247,29 +238,27 @@ class WorkerCalls:
 
         Raises ``EngineTimeout`` when the engine does not hand them over.
         """
-        self._num_stops += 1
         try:
-            await self._interrupt()
+            await self.stop()
             yield
         finally:
             self._num_stops -= 1
             self._changes.notify()
 
-    async def _interrupt(self) -> None:
+    async def stop(self) -> None:
+        """Stop all calls, which do not end by that, for good. Raises ``EngineTimeout``."""
+        self._num_stops += 1
         calls = [call for call in self._calls.values() if call.request_id is not None]
         for call in calls:
             call.is_interrupted = True
         await self._ask_to_stop(calls)
-        await self._until(lambda: not any(call.is_interrupted and call.request_id is not None for call in calls))
+        async with self._deadline(len(calls)):
+            await self._changes.until(lambda: not any(c.is_interrupted and c.request_id is not None for c in calls))
 
     async def _ask_to_stop(self, calls: Collection[OpenCall]) -> None:
         if self._engine is not None and (ids := [call.request_id for call in calls if call.request_id is not None]):
             async with self._deadline(len(ids)):
                 await self._engine.abort(ids)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._deadline(len(self._calls)):
-            await self._changes.until(condition)
 
     def _deadline(self, num_calls: int) -> AbstractAsyncContextManager[None]:
         limit_s = self._stop_timeout_s

@@ -33,7 +33,7 @@ class WorkerConfig:
     """Seconds without a connection to the coordinator after which the worker gives up, with exit code 2: the run may
     have ended while it was away."""
     leave_timeout_s: float = 10.0
-    """Seconds for which a stopped worker waits for the acknowledgement of the tokens it hands over."""
+    """Seconds within which a stopped worker sends what it has decoded; it says how many tokens it could not."""
 
     def __post_init__(self) -> None:
         for key in ("max_held_tokens", *(key for key in self.__dataclass_fields__ if key.endswith("_s"))):

@@ -61,13 +61,21 @@ class CoordinatorConnection:
 
     async def send(self, message: messages.FromWorker) -> None:
         """Send a message; waits while the coordinator does not read. Raises ``Disconnected``."""
-        await self._send_frame(messages.encode(self._lease, message))
+        try:
+            await self._socket.send(messages.encode(self._lease, message))
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
 
     async def receive(self) -> messages.FromCoordinator:
         """Return the next message. Raises ``Disconnected``, even for what the protocol does not allow, ``Refused`` when
         the coordinator says goodbye for good, and ``RunEnded``."""
-        frame = await self._receive_frame()
         try:
+            frame = await self._socket.recv()
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
+        try:
+            if isinstance(frame, str):
+                raise messages.ProtocolError(f"it sent a text frame of {len(frame):,} characters, but all are binary")
             envelope = messages.decode_down(frame)
             message = envelope.message
             if isinstance(message, messages.Goodbye):
@@ -82,24 +90,6 @@ class CoordinatorConnection:
 
     async def close(self) -> None:
         await self._socket.close()
-
-    async def _send_frame(self, frame: bytes) -> None:
-        try:
-            await self._socket.send(frame)
-        except (ConnectionClosed, OSError) as e:
-            raise Disconnected(_closed(self._address, e)) from e
-
-    async def _receive_frame(self) -> bytes:
-        try:
-            frame = await self._socket.recv()
-        except (ConnectionClosed, OSError) as e:
-            raise Disconnected(_closed(self._address, e)) from e
-        if isinstance(frame, str):
-            raise Disconnected(
-                f"{self._address} violates the protocol: it sent a text frame of {len(frame):,}"
-                " characters, but all frames are binary"
-            )
-        return frame
 
 
 @asynccontextmanager
@@ -128,7 +118,8 @@ async def open_connection(
             ping_interval=None,  # heartbeats do that
         )
     except (OSError, InvalidHandshake, InvalidProxy) as e:
-        if isinstance(e, InvalidMessage) and await _is_for_tls(address, timeout_s):
+        is_garbled = isinstance(e, InvalidMessage) and not address.is_encrypted
+        if is_garbled and await speaks_tls(*address.endpoint, timeout_s=timeout_s):
             raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
         where = address if proxy is None else f"{address}, through the proxy {shown_proxy(proxy)},"
         path = urlsplit(address.session_url).path
@@ -156,8 +147,8 @@ async def greet(
         raise Disconnected(f"{address} answered a Hello with a {type(welcome).__name__}, not with a Welcome")
     if welcome.protocol != messages.PROTOCOL:
         raise Refused(
-            f"{address} chose version {welcome.protocol} of the protocol, but this worker speaks"
-            f" {messages.PROTOCOL}: install the same version of Rollover on both sides"
+            f"{address} chose version {welcome.protocol} of the protocol, but this worker speaks {messages.PROTOCOL};"
+            f" {SAME_VERSION}"
         )
     if not welcome.ttl_s > 0:
         raise Disconnected(f"{address} gave a lease of {welcome.ttl_s:g} s, which is not a valid time")
@@ -239,10 +230,6 @@ def _unreachable(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nothing listens there (connection refused); is the port right, and is the trainer running?"
     return os.strerror(error.errno) if error.errno is not None else str(error) or "the connection ended at once"
-
-
-async def _is_for_tls(address: CoordinatorAddress, timeout_s: float) -> bool:
-    return not address.is_encrypted and await speaks_tls(*address.endpoint, timeout_s=timeout_s)
 
 
 def _closed(address: CoordinatorAddress, error: Exception) -> str:

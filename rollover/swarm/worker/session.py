@@ -110,7 +110,7 @@ class WorkerSession:
         self.has_been_answered = False
         """A heartbeat was answered: the worker is a member indeed."""
         self.has_handed_over = False
-        """The worker leaves, and all that it had decoded is sent."""
+        """The worker leaves, and all that the coordinator takes of what it had decoded is sent."""
 
     def post(self, message: messages.FromWorker) -> None:
         """Send a message before all tokens."""
@@ -207,16 +207,13 @@ class WorkerSession:
     def _heartbeat(self) -> messages.Heartbeat:
         now_s, decoded, call_s = self._clock.now_s(), self._calls.num_decoded, self._calls.call_s
         elapsed_s = max(1e-9, now_s - self._beaten_s)
-        tokens_per_s, mean_running = (
-            (decoded - self._decoded_before) / elapsed_s,
-            (call_s - self._call_s_before) / elapsed_s,
-        )
+        speed, mean_running = (decoded - self._decoded_before) / elapsed_s, (call_s - self._call_s_before) / elapsed_s
         self._beaten_s, self._decoded_before, self._call_s_before = now_s, decoded, call_s
         self._num_heartbeats += 1
         return messages.Heartbeat(
             number=self._num_heartbeats,
             num_running=self._calls.num_running,
-            tokens_per_s=tokens_per_s,
+            tokens_per_s=speed,
             mean_running=mean_running,
             num_held=self._held.num_tokens,
             is_full=self._held.is_full,
@@ -228,10 +225,10 @@ class WorkerSession:
         raise Disconnected("the coordinator has not answered for the length of a lease")
 
     async def _leave(self, leaving: Coroutine[Any, Any, str], timeout_s: float) -> None:
-        """Stop all calls, hand over what they have, and say goodbye."""
+        """Stop all calls, hand over what they have, and say goodbye, by which they end."""
         reason = await leaving
         with suppress(EngineError):  # what it does not hand over continues elsewhere from what it has sent
-            await self._calls.abort_all()
+            await self._calls.stop()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until_sent()

@@ -175,7 +175,7 @@ class SwarmWorker:
                     ) from e
                 self._say_once(f"{e}; trying again")
                 await self._unless_stopped(self._clock.sleep(self._back_off.wait_s(num_failures, self._random)))
-        lost = 0 if self._has_handed_over else self._held.num_tokens
+        lost = self._held.num_unsent if self._has_handed_over else self._held.num_tokens
         self._say(f"left the swarm{f'; {lost:,} tokens could not be handed over' if lost else ''}")
 
     async def _unless_stopped(self, work: Any) -> None:

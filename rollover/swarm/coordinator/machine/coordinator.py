@@ -192,15 +192,15 @@ class Coordinator:
         self._assignments.now_s = now_s
         return self._assignments.move()
 
-    def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
-        """Take the lease of a member away."""
+    def _ended(self, member: SwarmMember, reason: str, *, is_displaced: bool = False) -> list[Effect]:
+        """Take the lease of a member away; ``is_displaced``: as in ``Fail``, of its calls."""
         self._leases.pop(member.lease, None)
         member.is_connected, member.lease, member.last_error = False, 0, reason
         member.ready = member.version = member.checked_version = None
         self._assignments.forget(member)
         self._assignments.changed(member)
         call_ids = set(member.calls)
-        failed = self._calls.failed(member, reason, call_ids)
+        failed = self._calls.failed(member, reason, call_ids, is_displaced=is_displaced)
         self._calls.acknowledgements.lapsed(call_ids)
         return [*failed, Changed(reason)]
 
@@ -249,7 +249,8 @@ class Coordinator:
                 return []
             case messages.Leaving(reason=reason):
                 left = f"{member.name} has left: {brief(reason)}"
-                return [self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
+                bye = self._goodbye(member.lease, left, is_final=False)
+                return [bye, *self._ended(member, left, is_displaced=True)]
             case messages.Hello():
                 raise messages.ProtocolError("it sent a second hello on one connection")
 
@@ -319,7 +320,11 @@ class Coordinator:
         if num_new := call.position - before:
             self._assignments.decoded(member, call, num_new)
         if call.refused_end:
-            refused = self._assignments.failed(member, message.call_id, f"{member.name}: {call.refused_end}")
+            said = f"{member.name}: {call.refused_end}"
+            if call.held_as and chunk.finish_reason is FinishReason.LENGTH:  # the limit of the call that it held
+                refused = self._calls.failed(member, said, {message.call_id}, is_displaced=True)
+            else:
+                refused = self._assignments.failed(member, message.call_id, said)
             return [*effects, *refused, *self._assignments.place_waiting()]
         if call.is_over:
             if call.finish_reason is not FinishReason.ABORT and not call.is_directed:
@@ -403,7 +408,7 @@ class Coordinator:
 
     @property
     def num_waiting(self) -> int:
-        return self._calls.num_waiting
+        return len(self._calls.waiting)
 
     def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
         """Open a call. It goes to a member at once or waits for one. With ``only`` it goes to that member or fails, and

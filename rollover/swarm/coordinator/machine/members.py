@@ -19,8 +19,6 @@ _SLACK = 2.0
 time that its engine stands still, and a message may be late."""
 _KEPT = 0.7
 """Weight that a measurement of a member's speed keeps when the next one comes."""
-
-
 _MAX_SAID = 4096
 
 

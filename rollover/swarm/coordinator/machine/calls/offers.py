@@ -1,7 +1,7 @@
 """Calls that members kept and offer to resume, such as after a restart of the trainer.
 
-Invariants: tokens that a connected member offers are not decoded again; an offer is believed only of a sample that its
-member was given.
+Invariants: tokens of a journaled sample that a connected member offers are not decoded again; an offer is believed only
+of a sample that its member was given.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Offers:
     def taken(self, call: SwarmCall) -> tuple[list[Effect], tuple[SwarmMember, str] | None]:
         """Return the member that is to resume a call, and the id of what it holds: of several offers, the furthest.
         Members are told to forget offers that do not continue the response from where it is, and the other offers of
-        that member."""
+        that member. Without a journal nothing shows that an earlier process meant the same call by this key."""
         position = call.position
         named = ((self._members[name], held) for name, held in self._offers.get(call.request.sample_key, ()))
         offers = [(member, held) for member, held in named if member.is_connected]
-        fitting = [(m, held) for m, held in offers if held.start <= position <= held.end <= call.limit]
+        is_same = call.request.is_journaled
+        fitting = [(m, held) for m, held in offers if is_same and held.start <= position <= held.end <= call.limit]
         adopter, adopted = max(fitting, key=lambda offer: offer[1].end, default=(None, None))
         effects: list[Effect] = []
         for member, held in offers:

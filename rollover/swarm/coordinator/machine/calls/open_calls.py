@@ -166,10 +166,6 @@ class SwarmCalls:
         """Return the number of calls that are with a member."""
         return len(self._calls) - len(self.waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
     def num_left(self, due_version: int | None = None) -> float:
         """Count calls, running ones as halves; with ``due_version`` only those due by that version."""
         halves = self._halves.items()

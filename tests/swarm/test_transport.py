@@ -240,8 +240,8 @@ async def test_a_worker_cannot_speak_for_another(tmp_path: Path) -> None:
         async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
             leases = [(await greeted(connection)).lease for connection in (victim, liar)]
             for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
-                await liar._send_frame(encode(leases[0], lie))
-            await liar._send_frame(encode(leases[1] + 1, ready))
+                await liar._socket.send(encode(leases[0], lie))
+            await liar._socket.send(encode(leases[1] + 1, ready))
             await liar.send(ready)
             await victim.send(ready)
             while not all(hub.members[name].ready == ready for name in ("victim", "liar")):

@@ -268,9 +268,13 @@ class EngineCore:
             for sequence, route in zip(sequences, routes, strict=False):
                 if sequence.request.params.returns_routes:
                     sequence.keep_route(route)
-            for sequence, token, logprob in zip(sequences, token_ids, logprobs, strict=True):
-                self._take(sequence, token, logprob, outputs)
+            ends = list(map(self._take, sequences, token_ids, logprobs))  # may raise: all calls are still open then
             self._decode_iterations += 1
+            for sequence, reason in zip(sequences, ends, strict=True):
+                if reason is not None:
+                    outputs.append(self._finish(sequence, reason))
+                elif sequence.num_pending >= self._config.stream_interval_tokens:
+                    outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
         self._busy_s += time.perf_counter() - start_s
         return outputs
 
@@ -322,8 +326,8 @@ class EngineCore:
             row[: len(table)] = table
         return tables_BN
 
-    def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> None:
-        """Append a token; it may end the call."""
+    def _take(self, sequence: Sequence, token: int, logprob: float) -> FinishReason | None:
+        """Append a token, and say why it ends the call, if it does."""
         if not math.isfinite(logprob):
             raise EngineError(
                 f"the model of version {self.policy_version} gave logits that are not finite for request "
@@ -331,12 +335,6 @@ class EngineCore:
             )
         sequence.append(token, logprob)
         self._decoded_tokens += 1
-        if (reason := self._finish_reason(sequence)) is not None:
-            outputs.append(self._finish(sequence, reason))
-        elif sequence.num_pending >= self._config.stream_interval_tokens:
-            outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:
             return FinishReason.STOP
         strings = sequence.request.params.stop_strings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from rollover.engine.embedded.core import EngineCore, Output
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.errors import EngineError, EngineTimeout, ResourceError
 from rollover.types import FinishReason
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import DEADLINE_S, assert_wellformed, collect, request, tokens
 from tests.engine.embedded.harness import CONFIG
+from tests.engine.models import tiny_model
 
 pytestmark = pytest.mark.real_time
 
@@ -142,6 +145,19 @@ async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
             assert result.__cause__ is cause
         monkeypatch.undo()
         assert len(tokens(await collect(engine, request("c")))) == 12
+        await engine.close()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+async def test_a_call_that_ends_in_the_iteration_that_fails_fails_with_the_others(folder: Path, lockstep: bool) -> None:
+    engine = engine_of(folder, lockstep=lockstep)
+    weights = tiny_model(sharpness=3.0).state_dict()
+    weights["model.embed_tokens.weight"][63] = math.nan
+    await engine.load(1, MemoryWeights(1, weights))
+    calls = [collect(engine, request("ends", max_new_tokens=1)), collect(engine, request("b", prompt_ids=(5, 6, 63)))]
+    async with asyncio.timeout(DEADLINE_S):
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert "version 1 gave logits that are not finite for request 'b#0'" in str(result)
         await engine.close()
 
 

@@ -104,6 +104,7 @@ class EngineCore:
         self._stop_strings: StopStrings | None = None
         self._decoded_tokens = self._decode_iterations = 0
         self._busy_s = 0.0
+        self._is_dirty = False
 
     @property
     def policy_version(self) -> int:
@@ -165,7 +166,7 @@ class EngineCore:
         ids = list(self._open)
         self._open.clear()
         self.scheduler.reset()
-        self._model_runner.kv.zero_()
+        self._is_dirty = True
         return ids
 
     def sleep(self) -> None:
@@ -254,6 +255,9 @@ class EngineCore:
     def step(self) -> list[Output]:
         """Run one iteration. On an exception nothing is certain any more: call ``reset``."""
         start_s = time.perf_counter()
+        if self._is_dirty:  # not in ``reset``: on a device that has failed this raises too
+            self._model_runner.kv.zero_()
+            self._is_dirty = False
         self._copy(self.scheduler.admit())
         if slices := self.scheduler.next_prefill():
             self._prefill(slices)

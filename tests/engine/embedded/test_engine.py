@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rollover.engine.base import Chunk
-from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.sampler import Drawn
 from rollover.errors import EngineError, EngineTimeout, ResourceError
 from rollover.types import FinishReason
 from rollover.weights.sources import MemoryWeights
@@ -128,14 +129,19 @@ async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of(folder, lockstep=lockstep)
-    step = EngineCore.step
+    runner = engine._core._model_runner
+    decode = runner.decode
 
-    def broken(core: EngineCore) -> list[Output]:
-        if core.stats().decode_iterations >= 3:
+    def broken(*inputs: Any) -> Drawn:
+        if engine._core.stats().decode_iterations >= 3:
             raise cause
-        return step(core)
+        return decode(*inputs)
 
-    monkeypatch.setattr(EngineCore, "step", broken)
+    def still_broken() -> None:
+        raise RuntimeError("every call fails on this device")
+
+    monkeypatch.setattr(runner, "decode", broken)
+    monkeypatch.setattr(runner.kv, "zero_", still_broken)
     calls = [collect(engine, request(name, max_new_tokens=50)) for name in "ab"]
     async with asyncio.timeout(DEADLINE_S):
         for result in await asyncio.gather(*calls, return_exceptions=True):
@@ -143,6 +149,8 @@ async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
             with pytest.raises(error, match=message):
                 raise result
             assert result.__cause__ is cause
+        with pytest.raises(EngineError, match="every call fails on this device"):
+            await collect(engine, request("d"))
         monkeypatch.undo()
         assert len(tokens(await collect(engine, request("c")))) == 12
         await engine.close()

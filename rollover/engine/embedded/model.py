@@ -82,19 +82,16 @@ class Weights(Generic[M]):
         self.arch, self._device, self._layout = arch, device, layout
         self.slots: dict[str, Slot] = {}
         shape = (arch.vocab_size, arch.hidden_size)
-        self.embedding = torch.empty(shape, dtype=layout.weight_dtype, device=device)
+        embedding = self.embedding = torch.empty(shape, dtype=layout.weight_dtype, device=device)
         if arch.tied_embeddings:
-            self.lm_head = layout.tied_matrix(self.embedding)
+            head = self.lm_head = layout.tied_matrix(embedding)
+            slot = Slot(shape, lambda weights: head.fill(0, embedding.copy_(weights)), lambda: embedding)
         else:
             self.lm_head = self._matrix({"lm_head": arch.vocab_size}, arch.hidden_size)
-        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding, lambda: self.embedding)
+            slot = Slot(shape, embedding.copy_, lambda: embedding)
+        self.slots["model.embed_tokens.weight"] = slot  # a reference to ``self`` would be a cycle, freed late
         self.layers = [self._layer(f"model.layers.{i}.", shape) for i, shape in enumerate(arch.layers)]
         self.norm = self._vector("model.norm.weight", arch.hidden_size)
-
-    def _fill_embedding(self, weights: Tensor) -> None:
-        self.embedding.copy_(weights)
-        if self.arch.tied_embeddings:
-            self.lm_head.fill(0, self.embedding)
 
     def _vector(self, name: str, size: int) -> Tensor:
         """Make a norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
@@ -103,14 +100,8 @@ class Weights(Generic[M]):
         return vector
 
     def _vector_slot(self, vector: Tensor) -> Slot:
-        return Slot(
-            (len(vector),),
-            partial(self._fill_vector, vector),
-            partial(vector.to, self._layout.weight_dtype),
-        )
-
-    def _fill_vector(self, vector: Tensor, weights: Tensor) -> None:
-        vector.copy_(weights.to(self._layout.weight_dtype))
+        dtype = self._layout.weight_dtype
+        return Slot((len(vector),), lambda weights: vector.copy_(weights.to(dtype)), lambda: vector.to(dtype))
 
     def _matrix(self, rows: Mapping[str, int], in_size: int) -> M:
         """Make one matrix for several parameters ``[rows, in]``."""

@@ -44,10 +44,12 @@ def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, ker
     core = core_of(folder, kv_cache_bytes=2**28, cpu_kernels=kernels)
     core._model_runner.kv._keys.add_(1)  # a page that nobody has written takes no memory
     core._model_runner.kv._values.add_(1)
-    runner, cache = weakref.ref(core._model_runner), weakref.ref(core._model_runner.kv)
+    runner: Any = core._model_runner
+    held = [weakref.ref(part) for part in (runner, runner.kv, runner._weights, runner._weights.embedding)]
+    del runner
     before = resident_bytes()
     core.sleep()
-    assert runner() is None and cache() is None
+    assert [ref() for ref in held] == [None] * 4
     assert before - resident_bytes() > 0.95 * 2**28
     core.load(1, FolderWeights(1, folder))
     assert len(tokens(Calls(core, [request("a")]).finish()["a#0"])) == 12

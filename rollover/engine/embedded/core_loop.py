@@ -44,7 +44,9 @@ class CoreLoop(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Run nothing after the command that calls this."""
+        ...
 
 
 class ThreadLoop:
@@ -80,15 +82,12 @@ class ThreadLoop:
         return self._stats
 
     def stop(self) -> None:
-        with self._wake:
-            self._stopped = True
-            self._wake.notify()
-        self._thread.join()
+        self._stopped = True
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._stopped or self._can_step())
+                self._wake.wait_for(lambda: self._commands or self._can_step())
                 commands, self._commands = self._commands, []
             if commands:
                 done = [self._executed(command, future) for command, future in commands]

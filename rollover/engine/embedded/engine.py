@@ -134,18 +134,19 @@ class EmbeddedEngine:
         return self._loop.stats()
 
     async def close(self) -> None:
-        if self._closed:
-            return
-        try:
-            await self._do("close", lambda core: core.abort_all())
-        finally:
-            self._closed = True
-            self._loop.stop()
+        """See ``Engine.close``. A thread that does not get to it in time ends when it does."""
+        if not self._closed:
+            await self._do("close", self._end, is_last=True)
 
-    async def _do(self, what: str, command: Command) -> None:
+    def _end(self, core: EngineCore) -> list[Output]:
+        self._loop.stop()
+        return core.abort_all()
+
+    async def _do(self, what: str, command: Command, *, is_last: bool = False) -> None:
         if self._closed:
             raise EngineError(f"the embedded engine cannot {what}: it has been closed")
         future = self._loop.submit(command)
+        self._closed = is_last
         try:
             async with asyncio.timeout(self._timeout_s):
                 await future

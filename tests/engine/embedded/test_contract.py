@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pace(loop: ThreadLoop) -> None:
-    """Let the event loop take a turn after each iteration, unless it waits for the thread to stop. An iteration of the
-    tiny model takes microseconds: a call would else be over before a consumer that is held up can abort it."""
+    """Let the event loop take a turn after each iteration. An iteration of the tiny model takes microseconds: a call
+    would else be over before a consumer that is held up can abort it."""
     step = loop._step
 
     def paced() -> None:
@@ -32,8 +32,7 @@ def pace(loop: ThreadLoop) -> None:
         turned = threading.Event()
         assert loop._event_loop is not None
         loop._event_loop.call_soon_threadsafe(turned.set)
-        while not turned.wait(0.01) and not loop._stopped:
-            pass
+        turned.wait()
 
     loop._step = paced  # type: ignore[method-assign]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollover.engine.base import Chunk
-from rollover.engine.embedded.core import EngineCore
+from rollover.engine.embedded.core import EngineCore, Output
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sampler import Drawn
 from rollover.errors import EngineError, EngineTimeout, ResourceError
@@ -172,20 +173,36 @@ async def test_a_call_that_ends_in_the_iteration_that_fails_fails_with_the_other
 async def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     release = threading.Event()
     engine = engine_of(folder, command_timeout_s=0.05)
-    monkeypatch.setattr(EngineCore, "step", lambda core: release.wait(DEADLINE_S) and [])
-    call = asyncio.create_task(collect(engine, request("a")))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineTimeout, match=r"'abort'.*0\.05"):
-        while True:  # the first may still slip in before the step
-            await engine.abort(["nobody"])
+
+    def hang(core: EngineCore) -> list[Output]:
+        release.wait(DEADLINE_S)
+        return []
+
+    monkeypatch.setattr(EngineCore, "step", hang)
+
+    async def hangs_in(name: str) -> asyncio.Task[list[Chunk]]:
+        call = asyncio.create_task(collect(engine, request(name)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineTimeout, match=r"'abort'.*0\.05"):
+            while True:  # the first may still slip in before the step
+                await engine.abort(["nobody"])
+        return call
+
+    call = await hangs_in("a")
     release.set()
     monkeypatch.undo()
     assert len(tokens(await call)) == 12
-    await engine.close()
+    release.clear()
+    monkeypatch.setattr(EngineCore, "step", hang)
+    call = await hangs_in("b")
+    with pytest.raises(EngineTimeout, match="'close'"):
+        await engine.close()
+    loop: Any = engine._loop
+    assert loop._thread.is_alive()  # the event loop was not held up until it came back
+    release.set()
+    assert [chunk.finish_reason for chunk in await call] == [FinishReason.ABORT]
 
 
 def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.batch import Batch, Group
 from rollover.devices.fit import Measurements, Point
 from rollover.engine.base import GenerateRequest
+from rollover.engine.embedded import sizing
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
+from rollover.hf.architecture import Architecture
 from rollover.trainer.config import ScratchConfig, TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import pick_device
@@ -159,18 +161,17 @@ def _link(place: torch.device, sizes: MeasuredSizes) -> tuple[float, float]:
 # --- Engine -----------------------------------------------------------------------------------------------------------
 
 
-def _core(folder: Path, device: str, config: dict[str, Any], *, running: int, context: int) -> EngineCore:
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4
+def _core(folder: Path, device: str, *, running: int, context: int) -> EngineCore:
     settings = EmbeddedConfig(
         device=device,
         max_running=running,
         max_context_tokens=context,
-        kv_cache_bytes=(running + 2) * (context + 64) * token,
         prefill_chunk_tokens=max(2048, context),
         stream_interval_tokens=1,
     )
-    return EngineCore(folder, settings)
+    block = sizing.block_bytes(settings, Architecture.from_folder(folder), sizing.dtype_of(settings))
+    num_blocks = (running + 2) * (context // settings.block_size_tokens + 4)
+    return EngineCore(folder, replace(settings, kv_cache_bytes=num_blocks * block))
 
 
 def _request(name: str, tokens: int, vocab: int, max_new_tokens: int) -> GenerateRequest:
@@ -186,23 +187,21 @@ def _request(name: str, tokens: int, vocab: int, max_new_tokens: int) -> Generat
 
 
 def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Point]:
-    budget = sizes.repeats + 4
-    largest = max(sizes.batches)
-    core = _core(folder, device, config, running=largest, context=sizes.context_tokens + 8 * budget)
+    budget = max(sizes.batches) + sizes.repeats + 1
+    core = _core(folder, device, running=max(sizes.batches), context=sizes.context_tokens + budget)
     for place, batch in enumerate(sizes.batches):
         for number in range(batch):
-            # Early ones wait for the prefill of late ones, and decode meanwhile.
-            core.add(_request(f"{place}/{number}", sizes.context_tokens, config["vocab_size"], 7 * budget))
-        while len(core.step()) < batch:
+            core.add(_request(f"{place}/{number}", sizes.context_tokens, config["vocab_size"], budget))
+        while len(core.step()) < batch:  # early ones decode meanwhile; an iteration prefills at least one
             pass
+        context = statistics.mean(s.num_tokens for s in core.scheduler.running) + sizes.repeats / 2
         seconds = statistics.median(_seconds(core.step) for _ in range(sizes.repeats))
         core.abort_all()
-        context = sizes.context_tokens + sizes.repeats / 2 + 1
         yield Point(work="decode", count=batch, tokens=context, seconds=seconds, held_out=place % 2 == 1)
 
 
 def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Point]:
-    core = _core(folder, device, config, running=1, context=max(sizes.prompts) + 8)
+    core = _core(folder, device, running=1, context=max(sizes.prompts) + 8)
 
     def prefill() -> None:
         while core.has_work:

@@ -65,8 +65,6 @@ class EnginePool:
         self._updates = PoolUpdates(self._members, source, config)
         self._watch = Watch(self._members, self._updates, probe_interval_s=config.health_interval_s)
         self._calls: dict[str, _PoolCall] = {}
-        self._closing: dict[str, Member] = {}
-        """Members of calls that were closed before their end, until their abort is asked for."""
         self._used_ids = UsedIds(self._calls)
         self._closed = False
 
@@ -138,9 +136,6 @@ class EnginePool:
             except EngineError as e:
                 member.suspect(str(e))
                 raise
-            except GeneratorExit:
-                self._closing[request.request_id] = member
-                raise
             finally:
                 lost.cancel()
                 self._dispatch.release(member)
@@ -152,11 +147,12 @@ class EnginePool:
     async def abort(self, request_ids: Collection[str]) -> None:
         by_member: dict[Member, list[str]] = {}
         for request_id in request_ids:
-            call = self._calls.get(request_id)
-            if call is not None:
+            if (call := self._calls.get(request_id)) is None:
+                members = self._members.up  # it was closed before its end, and one of them may still be ending it
+            else:
                 call.aborted.set()
-            member = self._closing.pop(request_id, None) if call is None else call.member
-            if member is not None:
+                members = [] if call.member is None else [call.member]
+            for member in members:
                 by_member.setdefault(member, []).append(request_id)
         await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -184,6 +184,22 @@ async def test_a_member_whose_calls_are_aborted_because_somebody_asks_stays() ->
             await pool.abort([f"r{i}#0"])
             assert (await call)[-1].finish_reason is FinishReason.ABORT
         assert pool.capabilities.max_running == 64
+
+
+async def test_a_closed_call_leaves_nothing_behind_and_an_abort_waits_for_its_member() -> None:
+    one, asked = Flaky("one"), []
+
+    async def abort(request_ids: list[str]) -> None:
+        asked.append(request_ids)
+
+    async with pool_of(one) as pool:
+        for i in range(3):
+            async with aclosing(pool.generate(request(f"r{i}", max_new_tokens=1000))) as chunks:  # type: ignore[type-var]
+                await anext(chunks)
+        one.abort = abort  # type: ignore[assignment]
+        await pool.abort(["r1#0"])
+        assert asked == [["r1#0"]]
+        assert {name: len(held) for name, held in vars(pool).items() if isinstance(held, dict)} == {"_calls": 0}
 
 
 async def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:

@@ -166,7 +166,8 @@ class _Recording:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=shared.pool):
+        # Mode "global" would fail when the trainer's thread allocates meanwhile.
+        with torch.cuda.graph(self._graph, pool=shared.pool, capture_error_mode="thread_local"):
             self._outputs = compute()
         shared.pool = self._graph.pool()
 

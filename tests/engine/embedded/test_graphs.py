@@ -8,10 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
+from rollover.engine.embedded import graphs
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.experts import Experts, apply_by_expert, apply_to_all, choose
 from rollover.engine.embedded.graphs import GatheredAttention, GraphModelRunner, bucket
@@ -80,6 +82,12 @@ def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(device: str
     calls.finish()
     assert core.stats().prefilled_tokens == 2  # of one prompt, shared
     assert [head + calls.tokens(req.request_id) for head, req in zip(heads, resumed, strict=True)] == alone
+
+
+def test_other_threads_may_use_the_gpu_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", cuda := MagicMock())
+    graphs._Recording(Mock(), torch.device("cuda"), graphs._SharedMemory())
+    assert cuda.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
 
 
 def test_a_batch_is_filled_up_by_an_eighth_at_most() -> None:

@@ -1,7 +1,7 @@
 """Listening on a port, in the event loop of its owner.
 
-Invariants: a connection to a ``Punctual`` application that waits longer than ``REQUEST_TIMEOUT_S`` for the head of its
-next request is closed.
+Invariants: a connection to a ``punctual`` server that waits longer than ``REQUEST_TIMEOUT_S`` for the head of its next
+request is closed; none is closed while a request is answered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollover.errors import ConfigError
@@ -23,49 +23,41 @@ REQUEST_TIMEOUT_S = 30.0
 request's head."""
 
 
-class Punctual:
-    """An ASGI application that ends connections on which no request comes in time; uvicorn itself waits for ever."""
+class _PunctualProtocol(H11Protocol):
+    """Ends a connection on which no request comes in time; uvicorn itself waits for ever."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._waiting: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
-        """Connections without a request, by the peer's address."""
+    _timer: asyncio.TimerHandle | None = None
 
-    def settings(self, **changes: Any) -> uvicorn.Config:
-        """Return settings of uvicorn inside another program."""
-        owner = self
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
 
-        class Protocol(H11Protocol):
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-                super().connection_made(transport)
-                if self.client is not None:  # else it is gone already
-                    owner._wait(self.client, transport)
+    def on_response_complete(self) -> None:
+        self._wait()
+        super().on_response_complete()
 
-            def connection_lost(self, exc: Exception | None) -> None:
-                owner._waits_no_more(self.client)
-                super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
 
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
-        # A proxy's word for who the peer is would hide the connection.
-        return uvicorn.Config(self, http=Protocol, proxy_headers=False, **quiet, **changes)
+    def _wait(self) -> None:
+        self._wait_no_more()
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._end)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transport = self._waits_no_more(scope["client"])
-        await self._app(scope, receive, send)
-        if scope["type"] == "http" and transport is not None and not transport.is_closing():
-            self._wait(scope["client"], transport)
+    def _wait_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _wait(self, peer: Any, transport: asyncio.Transport) -> None:
-        self._waiting[peer] = transport, asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self._end, peer)
+    def _end(self) -> None:
+        is_answering = self.cycle and not self.cycle.response_complete
+        if not is_answering and self.transport.get_protocol() is self:  # else it has become a WebSocket
+            self.transport.abort()
 
-    def _end(self, peer: Any) -> None:
-        self._waiting.pop(peer)[0].abort()
 
-    def _waits_no_more(self, peer: Any) -> asyncio.Transport | None:
-        transport, timer = self._waiting.pop(peer, (None, None))
-        if timer is not None:
-            timer.cancel()
-        return transport
+def punctual(app: ASGIApp, **changes: Any) -> uvicorn.Config:
+    """Return settings of uvicorn inside another program, with connections that end when no request comes in time."""
+    quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
+    return uvicorn.Config(app, http=_PunctualProtocol, proxy_headers=False, **quiet, **changes)
 
 
 class PortServer(uvicorn.Server):

@@ -14,11 +14,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import websockets
 from msgspec import structs
+from uvicorn.server import ServerState
 
 from rollover.clock import SystemClock
 from rollover.engine import ports
@@ -291,6 +293,35 @@ async def test_a_connection_without_a_request_is_closed_in_time(
         assert nothing == part == b"" and refused.startswith(b"HTTP/1.1 4")
         assert then_part.count(b"HTTP/1.1 200") == 1 and then_part.endswith(CONTENT)
         assert engine.coordinator.members["a"].is_connected, "a session is a request"
+
+
+def test_a_request_that_comes_before_the_end_of_another_is_answered_whole() -> None:
+    begun = itertools.count(1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        number = next(begun)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await asyncio.sleep(0 if number == 1 else 60)
+        await send({"type": "http.response.body", "body": b"%d" % number})
+        await asyncio.sleep(1)  # the next request begins meanwhile
+
+    async def law() -> None:
+        settings, transport = ports.punctual(app), Mock()
+        settings.load()
+        protocol: Any = settings.http_protocol_class
+        protocol = protocol(config=settings, server_state=ServerState(), app_state={})
+        transport.get_protocol.return_value, transport.is_closing.return_value = protocol, False
+        transport.get_extra_info = {"peername": ("127.0.0.1", 40121)}.get
+        protocol.connection_made(transport)
+        protocol.data_received(2 * b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n")
+        await asyncio.sleep(60 + ports.REQUEST_TIMEOUT_S - 1)
+        written = b"".join(call.args[0] for call in transport.write.call_args_list)
+        assert [answer[-1:] for answer in written.split(b"HTTP/1.1 200")] == [b"", b"1", b"2"]
+        assert not transport.abort.called
+        await asyncio.sleep(2)
+        assert transport.abort.called
+
+    in_virtual_time(law())
 
 
 def test_the_valid_tokens_are_read_once_for_all_members() -> None:

@@ -37,7 +37,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidState
 
 from rollover.engine.background import cancel
-from rollover.engine.ports import PortServer, Punctual, authority, listen_on
+from rollover.engine.ports import PortServer, authority, listen_on, punctual
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.shell import Shell
@@ -92,7 +92,8 @@ class Gateway:
             WebSocketRoute("/{path:path}", _no_session),  # the framework's answer is 403, as to a refused token
             Route(f"{BLOBS_PATH}/{{digest}}", self._blob, methods=["GET"]),
         ]
-        settings = Punctual(Starlette(routes=routes)).settings(
+        settings = punctual(
+            Starlette(routes=routes),
             ws=WebSocketsSansIOProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=config.lease_s / 3,

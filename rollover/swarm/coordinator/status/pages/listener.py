@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from rollover.engine.ports import PortServer, Punctual, authority, listen_on
+from rollover.engine.ports import PortServer, authority, listen_on, punctual
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.wire.address import is_loopback
 
@@ -51,7 +51,7 @@ class AdminListener:
 
     def __init__(self, address: tuple[str, int], board: StatusBoard) -> None:
         assert is_loopback(address[0]), "the config refuses other addresses"
-        settings = Punctual(application(board)).settings(timeout_graceful_shutdown=1)
+        settings = punctual(application(board), timeout_graceful_shutdown=1)
         server = PortServer(settings, listen_on(address, setting="engine.admin", backlog=64))
         self.serve, self.close = server.begin, server.end
         self.url = f"http://{authority(address[0], server.port)}/"

@@ -152,8 +152,8 @@ class Catalogue:
 
 
 def price_of(entry: DeviceEntry, currency: str) -> float | None:
-    """Return the catalogue's price of a device in one of its currencies."""
-    return entry.relative_price if currency == RELATIVE else entry.price_per_hour_usd
+    """Return the catalogue's price of a device; ``None`` in other currencies than its own two."""
+    return {DOLLAR: entry.price_per_hour_usd, RELATIVE: entry.relative_price}.get(currency)
 
 
 def packaged() -> Catalogue:
@@ -176,9 +176,10 @@ def _merged(below: EfficiencyEntry, above: EfficiencyEntry) -> EfficiencyEntry:
 
 def _overlaid(known: DeviceEntry, own: DeviceEntry) -> DeviceEntry:
     """Lay ``own`` over ``known``: a figure that the user gives counts as verified, and a price replaces both prices."""
-    changes = _set_keys(own)
-    if own.unverified is None:
-        changes["unverified"] = tuple(f for f in known.unverified or () if f not in changes)
+    doubts = () if own.verified else tuple(f for f in known.unverified or () if getattr(own, f) is None)
+    changes = {"verified": None, "unverified": doubts, **_set_keys(own)}
+    if own.price_per_hour_usd or own.relative_price:
+        known = replace(known, price_per_hour_usd=None, relative_price=None)
     if known.efficiency and own.efficiency:
         changes["efficiency"] = _merged(known.efficiency, own.efficiency)
     return replace(known, **changes)

@@ -93,7 +93,10 @@ def test_the_user_overrides_figures_and_they_leave_doubt() -> None:
     assert l4.flops == 121e12
     assert l4.unverified == ()
     assert (l4.efficiency.bandwidth, l4.efficiency.train) == (0.9, 0.40)
-    assert parsed(TWO.replace("l40s", "l4")).devices[1].unverified == ("hbm_gbps",)
+    known = TWO.replace("l40s", "l4")
+    assert parsed(known).devices[1].unverified == ("hbm_gbps",)
+    assert parsed(known + "[devices.l4]\nverified = true\n").devices[1].unverified == ()
+    assert parsed(TWO + '[devices.l40s]\nunverified = ["hbm_gib"]\n').devices[1].unverified == ("hbm_gib",)
 
 
 def test_a_file_of_devices_stands_between_catalogue_and_fleet(tmp_path: Path) -> None:
@@ -126,6 +129,15 @@ def test_relative_prices_are_a_currency_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"fleet.toml:8: nodes.0: price_per_hour of 'h800-sxm' is not known in USD"):
         parsed(text)
     assert parsed(text.replace("budget_per_hour = 90\n", "")).devices[0].price_per_hour is None
+
+
+def test_a_price_is_in_the_currency_that_it_was_given_in() -> None:
+    with pytest.raises(ConfigError, match="price_per_hour of 'h100-sxm' is not known in EUR"):
+        parsed('currency = "EUR"\n' + TWO)
+    own = TWO.replace("h100-sxm", "h800-sxm").replace("l40s", "h20").replace("budget_per_hour = 90\n", "")
+    own = own.replace("price_per_hour = 0.5\n", "") + "[devices.h800-sxm]\nprice_per_hour_usd = 2.5\n"
+    assert parsed(own).currency == "USD"
+    assert [d.price_per_hour for d in parsed(own).devices] == [2.5, None]
 
 
 def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:

@@ -433,7 +433,8 @@ class Scheduler:
 
     def consume(self, now_s: float) -> Batch:
         """Hand out the batch that ``decide`` announced: after a restart the recorded batch, otherwise the batch that
-        the strategy selects. Before it the strategy's unfinished groups are dropped, and after it its surplus."""
+        the strategy selects. Before it the strategy's unfinished groups and its surplus are dropped: what follows a
+        batch is void if a deterministic run collects the next one again."""
         ledger, strategy = self.ledger, self.strategy
         step, is_replay = ledger.next_step, bool(ledger.replay)
         discards = strategy.on_full is OnFull.DISCARD and not is_replay
@@ -444,11 +445,11 @@ class Scheduler:
         batch = Batch(step=step, groups=self._view.groups(group_ids))
         oldest = min(g.oldest_version for g in batch.groups)
         assert step - oldest <= strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
-        self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
-            for group_id in strategy.surplus(self._view):
+            for group_id in [i for i in strategy.surplus(self._view) if i not in group_ids]:
                 # The prompt returns if the prompts of other late groups do.
                 self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=discards)
+        self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         self._phase = _OVERLAPPING if self._keeps_running and not is_replay else _IDLE
         return batch
 

@@ -22,6 +22,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Restarted,
     SampleScored,
     SampleStarted,
     SegmentEnded,
@@ -157,7 +158,7 @@ class Statistics:
         match event:  # the frequent ones first
             case SegmentEnded():
                 self.pace.moved(event.time_s, len(ledger.running), len(event.segment.token_ids))
-            case SampleStarted():
+            case SampleStarted() | Restarted():
                 self.pace.moved(event.time_s, len(ledger.running))
             case GroupOpened(group_id=group_id, prompt=prompt, group_size=1):
                 self.baselines[group_id] = self._rewards.baseline(prompt)

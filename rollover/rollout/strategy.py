@@ -91,8 +91,8 @@ class Strategy:
         return None
 
     def surplus(self, view: View) -> Sequence[int]:
-        """Return the ids of complete groups to drop now that a batch is consumed: none, since they lead the next
-        one."""
+        """Return the ids of complete groups to drop, those of the batch aside, now that one is consumed: none, since
+        they lead the next one."""
         return ()
 
     def preference(self, group: GroupRecord) -> int:

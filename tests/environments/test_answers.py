@@ -85,6 +85,8 @@ def test_an_answer_in_a_thought_counts_only_if_it_is_closed_and_asked_for(
         (r"\boxed{x} or \boxed{", None),
         (r"x is 5 or 6.", "x is $5$, $6$"),
         ("It is 42", "It is 42"),
+        ("They are (100,200)", "They are $(100,200)$"),
+        (f"They are ({60 * '100,'} say", f"They are ({60 * '100,'} say"),  # each comma may be one of thousands
     ],
 )
 def test_the_final_expression_is_the_last_box_with_those_joined_to_it(text: str, expression: str | None) -> None:

@@ -269,8 +269,10 @@ def journal_of(written: Iterable[Event]) -> Journal:
 
 
 def rig_for(name: str, state: RolloutState, journal: Journal, *, lockstep: bool = False) -> Rig:
+    kind, _, drops = name.partition(", ")
     return make_rig(
-        name,
+        kind,
+        **{key: True for key in [drops] if key},
         state=state,
         journal=journal,
         engine_type=LockstepEngine if lockstep else FakeEngine,
@@ -384,7 +386,7 @@ def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
         journal.close()
 
 
-@pytest.mark.parametrize("name", ["sync", "april"])
+@pytest.mark.parametrize("name", ["sync", "april", "april, drop_surplus"])
 def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
     """Lockstep and the interrupted round decoded again: the batches equal the batches of a run that nothing interrupted."""
     written, whole = whole_run(name, lockstep=True)

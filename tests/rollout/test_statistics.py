@@ -50,6 +50,14 @@ def test_a_training_step_is_timed_unless_its_batch_was_handed_out_again() -> Non
     assert state.statistics.training_s == RecentMean(num_batches=1.0, total=7.0)
 
 
+def test_the_start_of_a_process_is_no_iteration() -> None:
+    one = SampleId(0, 0)
+    tokens = ended(one, 100, None)._replace(time_s=2.0)
+    resumed = (restarted(0)._replace(time_s=2.0), published(1)._replace(time_s=120.0))
+    state = RolloutState([opened(0), started(one, 0), tokens, *resumed])
+    assert state.statistics.pace.c0_s == pytest.approx(0.02)
+
+
 def test_without_a_batch_there_is_no_lag() -> None:
     assert RolloutState([opened(0), *decoded(0, (5, 0))]).statistics.lag.mean == 0
 

@@ -25,6 +25,8 @@ _JOINS = re.compile(rf"(?:{_UNIT}|\b[a-zA-Z]\w?\s*=|\s|[$,;/.]|\\q?quad|{_ALTERN
 _NUMBER = r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?"
 _QUOTIENT = re.compile(r"(?<=\d) / (?=\d)")
 _ATOM = rf"(?:-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|{_NUMBER}(?:\\?%)?)"
+_PART = _ATOM.replace(r"(?:,\d{3})*", "")
+"""Between commas, a comma of thousands is one more: a list could be read in exponentially many ways."""
 _ALL = r"\s+(?:(?:all|both)\s+)?(?:work|satisfy|are\s+(?:all\s+|both\s+)?(?:the|possible|candid|root|solution|answer))"
 _OR = rf"{_UNIT}?\s*[,;(]?\s*(?:{_ALTERNATIVE}[\s,/]*)+(?:[a-zA-Z]\s*=\s*)?"
 _ITEM = rf"(?:(?:\\?\$)?{_ATOM}(?![\w$/^]))"
@@ -33,7 +35,7 @@ _RUN = re.compile(rf"(?<![\w$\\.{{}}]){_ITEM}(?:(?:{_OR}|[,;]\s+|[ \t]+(?!\d{{3}
 a word, or if the text ends there or says ``are the roots``, which is its group."""
 _SAME = re.compile(rf"\b([a-zA-Z])_?\d?\s*=\s*({_ATOM})[,;]\s*\1_?\d?\s*=\s*({_ATOM})\Z")
 """Two values of one variable: ``x = 5, x = 6``."""
-_PAIR = re.compile(rf"(?<![\w$\\])([(\[{{]{_ATOM}(?:,\s*{_ATOM})+[)\]}}])\Z")
+_PAIR = re.compile(rf"(?<![\w$\\])([(\[{{]{_PART}(?:,\s*{_PART})+[)\]}}])\Z")
 _FORMULAS = re.compile(rf"(?:(?<=\$)|(?<=\\\)))(?:{_OR}|;\s*)(?=\$\S|\\\()")
 """Text that joins two formulas."""
 _BOXED_LIST = re.compile(rf"\s*(?:[a-zA-Z]\s*=\s*)?{_ATOM}(?:{_OR}{_ATOM})++\s*")

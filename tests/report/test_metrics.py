@@ -42,10 +42,6 @@ def test_each_row_is_on_disk_before_the_next(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == ()
-
-
 @pytest.mark.parametrize("cut", range(1, 40, 19))
 def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path, cut: int) -> None:
     _write(tmp_path, {0: 0.1, 1: 0.2})

@@ -130,11 +130,6 @@ def test_names_from_data_are_not_read_as_terminal_markup() -> None:
         assert name in out.getvalue()
 
 
-def test_a_folder_without_config_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not a run directory: it has no config\.json"):
-        read_run(tmp_path)
-
-
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunError, match=r"config\.json cannot be read"):

@@ -15,20 +15,16 @@ import torch
 from rollover.errors import EngineError, ResourceError, RunError
 from rollover.swarm.publication import blobs as blobs_module
 from rollover.swarm.publication.keys import open_key
-from rollover.swarm.publication.manifest import PublicationError, PublicationManifest, needed_blobs, open_manifest
+from rollover.swarm.publication.manifest import PublicationError, needed_blobs
 from rollover.swarm.publication.materialise import materialise
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from rollover.weights.adapters import LowRank, MergedWeights
 from rollover.weights.base import Manifest
 from rollover.weights.sources import MemoryWeights
-from tests.swarm.weights_kit import Weights, assert_same, open_publisher, served, source, versions
+from tests.swarm.weights_kit import Weights, assert_same, manifest_of, open_publisher, served, source, versions
 
 VERSIONS = versions(8)
-
-
-def manifest_of(publisher: SwarmPublisher, head: Head) -> PublicationManifest:
-    return open_manifest(publisher.blobs.read(head.manifest), publisher.public_key)
 
 
 def readable(publisher: SwarmPublisher, head: Head) -> Weights:

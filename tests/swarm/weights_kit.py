@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rollover.swarm.publication.manifest import PublicationManifest, open_manifest
 from rollover.swarm.publication.publisher import SwarmPublisher
+from rollover.swarm.wire.messages import Head
 from rollover.weights.sources import MemoryWeights
 from tests.speed import within
 from tests.swarm.http_kit import QuietHandler, http_server
@@ -64,6 +66,10 @@ def open_publisher(folder: Path, *, run_epoch: int = 1, run_id: str = "sums", **
         model=model if model.exists() else save_model(model),
         **options,
     )
+
+
+def manifest_of(publisher: SwarmPublisher, head: Head) -> PublicationManifest:
+    return open_manifest(publisher.blobs.read(head.manifest), publisher.public_key)
 
 
 def source(version: int, weights: Mapping[str, torch.Tensor]) -> MemoryWeights:

@@ -203,9 +203,7 @@ def test_only_the_owner_may_read_what_holds_secrets_or_answers(place: Path, capf
     assert {p.name: oct(stat.S_IMODE(p.stat().st_mode)) for p in kept} == {p.name: "0o600" for p in kept}
 
 
-def test_a_secret_in_the_command_line_of_an_older_record_is_hidden(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_a_command_line_of_an_old_record_is_hidden(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said(capfd, 0, "train", "run.toml", "--run-dir", "out", "--steps", "1")
     saved = json.loads(Path("out/config.json").read_text())
     saved["meta"]["command"] = f"rollover train run.toml --engine '{{api_key = \"{CANARY}\"}}' --hf-token {CANARY}"

@@ -110,9 +110,7 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_the_run_on_one(tmp_path: P
         ({"JOIN": "1", "SECOND_ENDS": "1"}, "slurm.sh: 'ray start' has ended on node-b; its output above says why"),
     ],
 )
-def test_the_slurm_script_does_not_begin_a_run_without_all_nodes(
-    tmp_path: Path, env: dict[str, str], says: str
-) -> None:
+def test_the_slurm_script_begins_no_run_without_all_nodes(tmp_path: Path, env: dict[str, str], says: str) -> None:
     code, calls = started(tmp_path, "run.toml", says=says, **env)
     assert code == 1
     assert not any(call[0] == "rollover" for call in calls)

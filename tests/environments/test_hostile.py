@@ -87,9 +87,7 @@ def specs(name: str, **fields: Any) -> list[RewardSpec]:
         "reads_standard_input",
     ],
 )
-async def test_every_sample_gets_its_own_reward_and_no_process_is_left(
-    name: str, marked: Callable[[], list[int]]
-) -> None:
+async def test_every_sample_gets_its_reward_and_no_process_is_left(name: str, marked: Callable[[], list[int]]) -> None:
     async with scoring(specs(name, workers=2)) as scorer:
         numbers = range(3 if name == "prints_a_lot" else 12)
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(), str(n))) for n in numbers))
@@ -160,7 +158,7 @@ async def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(mar
     assert marked() == []
 
 
-async def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(
+async def test_a_process_that_cannot_be_started_fails_its_sample_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def none_left(*args: object, **options: object) -> None:

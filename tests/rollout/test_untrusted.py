@@ -116,9 +116,7 @@ async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("while_training", [True, False])
-async def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(
-    name: str, while_training: bool
-) -> None:
+async def test_no_token_is_handed_out_of_a_member_found_out_at_any_time(name: str, while_training: bool) -> None:
     rig = make_two(name)
     before = await rig.train(2, train_s=2.0)
     assert any(s.engine == "b" for b in before.values() for t in b.trajectories for s in t.segments)

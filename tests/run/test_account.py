@@ -173,9 +173,7 @@ def test_a_skipped_batch_is_skipped_by_every_later_resume_bit_for_bit(
     assert one.trained == two.trained
 
 
-def test_the_flag_is_refused_where_there_is_nothing_to_skip(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flag_is_refused_if_there_is_nothing_to_skip(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run.toml", "--skip-batch", "2") == 2
     assert "--skip-batch applies to a resumed run: give --resume RUN" in capsys.readouterr().err
     assert train("run.toml", "--run-dir", "out", "--steps", "2") == 0

@@ -123,9 +123,7 @@ def resumed(path: Path, command: str) -> None:
         run.settle()
 
 
-def test_each_resume_is_on_record_with_what_had_changed_under_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_resume_is_on_record_with_what_had_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.create(CONFIG, tmp_path).close()
     resumed(tmp_path, "one")
     monkeypatch.setattr(directory, "__version__", "9.9")

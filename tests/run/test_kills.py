@@ -27,8 +27,6 @@ def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
     ],
     ids=lambda case: case.name,
 )
-def test_a_run_that_is_killed_at_random_moments_ends_as_the_laws_say(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_at_random_moments_ends_as_the_laws_say(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     found = kill_and_resume(case, tiny_model, tmp_path / "case", num_kills=2, seed=1)
     assert found.num_kills == 2

@@ -75,9 +75,7 @@ def test_training_that_ran_out_of_memory_goes_on_with_smaller_passes(say: Say, m
     assert json.loads(Path("out/config.json").read_text())["trainer"]["micro_batch_tokens"] == 64
 
 
-def test_an_engine_that_ran_out_of_memory_goes_on_with_a_smaller_cache(
-    say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_out_of_memory_goes_on_with_a_smaller_cache(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     step = EngineCore.step
 
     def short_of_memory(core: EngineCore) -> object:

@@ -70,9 +70,7 @@ async def test_a_source_that_goes_on_sending_something_else_is_left_for_another(
 
 
 @pytest.mark.parametrize("says_its_length", [True, False])
-async def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(
-    tmp_path: Path, says_its_length: bool
-) -> None:
+async def test_a_blob_cut_short_at_one_source_comes_from_another(tmp_path: Path, says_its_length: bool) -> None:
     """Its disk ran full while it copied, say; the beginning is good, but nobody knows that before the end is there."""
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
 

@@ -25,9 +25,7 @@ from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import (
     PublicationError,
-    PublicationManifest,
     PublicationRefused,
-    open_manifest,
     sign,
 )
 from rollover.swarm.publication.publisher import SwarmPublisher
@@ -39,6 +37,7 @@ from tests.swarm.weights_kit import (
     Weights,
     assert_same,
     initial_weights,
+    manifest_of,
     open_publisher,
     served,
     serving,
@@ -87,10 +86,6 @@ def tensors(fetched: FetchedWeights) -> Weights:
 
 def blob_names(publisher: SwarmPublisher, head: Head) -> set[str]:
     return {blob.digest for blob in manifest_of(publisher, head).blobs}
-
-
-def manifest_of(publisher: SwarmPublisher, head: Head) -> PublicationManifest:
-    return open_manifest(publisher.blobs.read(head.manifest), publisher.public_key)
 
 
 def forge(publisher: SwarmPublisher, head: Head, key: Any = None, **changes: Any) -> Head:
@@ -154,9 +149,7 @@ async def test_the_folder_is_a_model_folder(publisher: SwarmPublisher, tmp_path:
         assert [name[:5] for name in sorted(os.listdir(tmp_path / "models"))] == ["e1v1-", "e1v2-"]
 
 
-async def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+async def test_a_worker_that_comes_late_or_lags_walks_the_chain(publisher: SwarmPublisher, tmp_path: Path) -> None:
     with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "a") as late, open_fetcher(publisher, tmp_path / "b") as lagging:
             first, *_, last = publish(publisher, 0, 1, 2, 3, 4)
@@ -167,9 +160,7 @@ async def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(
             assert fetched.wire_bytes < manifest_of(publisher, first).wire_bytes / 2
 
 
-async def test_a_worker_that_is_started_again_fetches_only_what_is_new(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+async def test_a_worker_started_again_fetches_only_what_is_new(publisher: SwarmPublisher, tmp_path: Path) -> None:
     with serving(publisher.blobs.root) as server:
         first, second = publish(publisher, 0, 1)
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
@@ -242,9 +233,7 @@ async def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tm
             assert_same(tensors(await fetch(fetcher, full.head, server, run_epoch=2)), served(VERSIONS[3]))
 
 
-async def test_a_delta_on_altered_weights_is_replaced_by_full_weights(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+async def test_a_delta_on_altered_weights_is_replaced_by_full_ones(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
 
     with serving(publisher.blobs.root) as server:

@@ -268,9 +268,7 @@ async def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> Non
             assert (await http.get(base + name, headers=member)).status_code == 404
 
 
-async def test_a_connection_without_a_request_is_closed_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_without_request_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.2)
     whole = f"GET /v1/blobs/{DIGEST} HTTP/1.1\r\nHost: trainer\r\nAuthorization: Bearer a\r\n\r\n".encode()
     async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")):
@@ -430,9 +428,7 @@ async def test_a_worker_that_is_sending_when_the_run_ends_reads_that_it_ended(tm
         assert b"the run has ended" in received
 
 
-async def test_nothing_is_written_to_a_connection_that_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_nothing_is_written_to_a_lost_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with swarm(tmp_path) as engine:
         client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
         members = engine.coordinator.members

@@ -76,9 +76,7 @@ def test_a_file_that_is_missing_or_holds_something_else_is_refused(tmp_path: Pat
         check(certificate, private)
 
 
-def test_the_dry_run_and_the_run_itself_refuse_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_and_the_run_refuse_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certificate, private = make_certificate(tmp_path, "trainer.lan")
     Path(private).unlink()
     tls = ["--engine.tls_certificate", certificate, "--engine.tls_key", private]

@@ -227,9 +227,7 @@ async def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
         assert_whole(tmp_path / "a", blobs)
 
 
-async def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(
-    tmp_path: Path, blobs: list[BlobRef]
-) -> None:
+async def test_sessions_and_blobs_pass_a_relay_with_tls_on_both_sides(tmp_path: Path, blobs: list[BlobRef]) -> None:
     """A trainer whose certificate the relay does not trust gets no token."""
     folder = tmp_path / "relay"
     folder.mkdir()

@@ -66,9 +66,7 @@ def test_metrics_are_of_what_came_since_the_last_ones() -> None:
     assert log.take_metrics() == {}
 
 
-def test_a_record_that_cannot_be_written_costs_only_the_record(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_cannot_be_written_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = WeightLog(tmp_path / "gone")
     log.published(publication(7))
     log.changed("laptop", serving(7))

@@ -72,9 +72,7 @@ async def test_of_a_storm_of_heads_the_one_in_hand_and_the_newest_are_taken(benc
     ],
 )
 @with_worker()
-async def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(
-    bench: Bench, failure: Exception, reason: str
-) -> None:
+async def test_a_failed_fetch_changes_nothing_and_is_tried_again(bench: Bench, failure: Exception, reason: str) -> None:
     link = await bench.member(head(0))
     bench.fetcher.failures = [failure] * 2
     await link.send(head(1))
@@ -360,9 +358,7 @@ async def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(bench: B
     assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
 
 
-def test_the_reason_of_an_end_is_read_even_if_sending_saw_it_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_of_an_end_is_read_if_sending_saw_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     receive, send = CoordinatorConnection.receive, CoordinatorConnection.send
     came: list[RunEnded] = []
     failed: list[FromWorker] = []

@@ -112,9 +112,7 @@ length 8 and the last hidden states 5.9. Seen: 1.5e-5 with AVX-512.
 """
 
 
-async def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(
-    tmp_path: Path, models: list[Path]
-) -> None:
+async def test_a_worker_samples_what_an_engine_beside_the_trainer_does(tmp_path: Path, models: list[Path]) -> None:
     torch.set_num_threads(1)
     root = tmp_path / "swarm"
     async with (
@@ -140,9 +138,7 @@ async def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(
         assert any("serving version 1" in line for line in lines), lines
 
 
-async def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(
-    tmp_path: Path, models: list[Path]
-) -> None:
+async def test_a_killed_coordinator_asks_for_the_rest_when_it_is_back(tmp_path: Path, models: list[Path]) -> None:
     torch.set_num_threads(1)
     root = tmp_path / "swarm"
     settings = {"name": "s", "seed": 3, "max_new_tokens": 90}

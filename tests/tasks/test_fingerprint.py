@@ -78,9 +78,7 @@ def test_a_source_without_a_record_is_recorded_unless_generated(tmp_path: Path) 
         same_datasets(TasksConfig(train=(JsonlConfig(name="s", path="gone.jsonl", reward=EXACT),)), None)
 
 
-def test_of_a_large_file_size_head_tail_and_blocks_between_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_large_file_size_ends_and_blocks_between_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 10)
     monkeypatch.setattr(fingerprint, "_NUM_BLOCKS", 4)

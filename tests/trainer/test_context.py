@@ -177,9 +177,7 @@ def with_gradient(
     return values.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
 
 
-def test_a_sample_that_cannot_be_trained_is_named_and_no_rank_goes_on(
-    four: RankPool, folders: dict[bool, Path]
-) -> None:
+def test_an_untrainable_sample_is_named_and_no_rank_goes_on(four: RankPool, folders: dict[bool, Path]) -> None:
     batch = untrainable(make_batch(num_groups=4))
     found = four.call(refused, folder=folders[True], given=[batch], micro_batch_tokens=BUDGET, **ON_FOUR)
     assert sorted(kind for kind, _ in found) == ["PeerLost", "PeerLost", RolloverError.__name__, RolloverError.__name__]

@@ -331,9 +331,7 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(
     assert told == []
 
 
-def test_a_rank_ends_with_the_process_that_leads_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_ends_with_its_leading_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_SHARED_MEMORY", tmp_path)  # fleets of tests beside this one clear the shared one
     code = (
         "import os, signal; from pathlib import Path; from tests.trainer.test_fleet import fleet\n"
@@ -366,9 +364,7 @@ def test_a_rank_ends_with_the_process_that_leads_it(
         ({"device": "cuda:0"}, "trainer.device 'cuda:0' cannot be used with trainer.num_devices = 2"),
     ],
 )
-def test_devices_that_are_not_there_are_named(
-    folder: Path, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_missing_devices_are_named(folder: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised, fleet(folder, tmp_path, **settings):
         pass
     assert str(raised.value).startswith(message)

@@ -50,9 +50,7 @@ def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_pat
         torch.testing.assert_close(p.grad, q.grad, atol=1e-12, rtol=1e-10, msg=name)
 
 
-def test_the_head_in_chunks_gives_the_same_values_and_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_in_chunks_gives_the_same_values_and_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = to_float64(open_model(make_folder(tmp_path)))
     row = pack(make_samples(12), 10**6)[0]
 

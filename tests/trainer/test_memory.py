@@ -42,9 +42,7 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-def test_a_step_takes_within_15_percent_of_the_estimated_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_takes_its_estimated_memory_within_15_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond weights and optimizer, in the rank that takes most."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
@@ -142,9 +140,7 @@ def test_two_and_three_layers_say_what_seven_take(changes: dict[str, Any], monke
 
 
 @pytest.mark.parametrize("layers", [2, 5])
-def test_a_config_with_a_kind_for_each_layer_is_traced_at_any_depth(
-    layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_with_kinds_of_layers_is_traced_at_any_depth(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = estimate(TrainerConfig(), layers)
     monkeypatch.setitem(WIDE, "layer_types", ["full_attention"] * layers)
     assert estimate.__wrapped__(TrainerConfig(), layers) == plain

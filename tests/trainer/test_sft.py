@@ -159,9 +159,7 @@ def test_a_rank_of_the_warm_up_that_is_lost_is_named(folder: Path, tmp_path: Pat
     assert not (tmp_path / "o").exists()
 
 
-def test_a_warm_up_that_loses_a_rank_begins_again_to_the_same_model(
-    folder: Path, tmp_path: Path, pids: list[int]
-) -> None:
+def test_a_warm_up_that_loses_a_rank_leads_to_the_same_model(folder: Path, tmp_path: Path, pids: list[int]) -> None:
     def kill(done: SFTProgress) -> None:
         steps.append(done.step)
         if steps == [0, 1]:

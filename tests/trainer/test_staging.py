@@ -74,9 +74,7 @@ def test_the_folder_of_a_process_that_was_killed_is_cleared_away(shared_memory: 
     own.close()
 
 
-def test_a_new_folder_that_another_trainer_clears_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_trainer_clears_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = staging.tempfile.mkdtemp
     taken: list[Path] = []
 

@@ -122,9 +122,7 @@ def torch_group(timeout_s: float = 30.0) -> TorchGroup:
 
 
 @pytest.mark.parametrize("own", [None, "0"])
-def test_only_groups_for_weights_give_their_errors_to_who_waits(
-    own: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_groups_for_weights_give_errors_to_who_waits(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordedGroup(monkeypatch)
     if own is None:
         monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)

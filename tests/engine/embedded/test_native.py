@@ -119,9 +119,7 @@ def test_logits_that_are_not_finite_give_no_finite_logprob(kernels: Kernels) -> 
             assert not torch.isfinite(logprobs).any()
 
 
-def test_without_a_compiler_torch_computes_or_the_wish_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_torch_computes_or_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tiny_model(), tmp_path)
     req = request("a", max_new_tokens=10)
     expected = run(core_of(folder, cpu_kernels="compiled"), req).tokens("a#0")

@@ -34,9 +34,7 @@ def test_nothing_there_begins_with_rollout_0(tmp_path: Path) -> None:
         pytest.param(14, 15, 9, 55, id="slime was killed between its model and its data source"),
     ],
 )
-def test_a_run_goes_on_behind_its_checkpoint(
-    tmp_path: Path, saved: int, step: int, restore: int, position: int
-) -> None:
+def test_a_run_goes_on_after_its_checkpoint(tmp_path: Path, saved: int, step: int, restore: int, position: int) -> None:
     place = written(tmp_path / "ckpt")
     start = beginning(place, place, saved)
     assert (start.step, start.restore, start.position, start.progress) == (step, restore, position, RUN)

@@ -64,9 +64,7 @@ async def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind
 
 
 @pytest.mark.parametrize("stop_strings", [(), ("<end>",)])
-async def test_a_stop_without_a_token_is_no_stop(
-    kind: ModuleType, tmp_path: Path, stop_strings: tuple[str, ...]
-) -> None:
+async def test_a_stop_without_token_is_no_stop(kind: ModuleType, tmp_path: Path, stop_strings: tuple[str, ...]) -> None:
     server = kind.Server()
     async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
         engine._calls._stop_strings = type("Never", (), {"complete": lambda *_: False})()
@@ -76,9 +74,7 @@ async def test_a_stop_without_a_token_is_no_stop(
             await collect(engine, asked)
 
 
-async def test_a_stream_of_events_without_tokens_is_given_up_after_the_deadline(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+async def test_a_stream_of_events_without_tokens_is_given_up_in_time(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server(tick_s=1.0)
     async with kind.opened(server, model_folder(tmp_path / "v0"), first_token_timeout_s=50.0) as engine:
         server.mangle = lambda _: EVENT[kind](None, 0)

@@ -216,9 +216,7 @@ def echo(headers: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("status", [200, 307, 400, 401, 500])
-def test_a_server_that_repeats_our_headers_leaks_no_part_of_the_key(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_a_server_that_repeats_our_headers_leaks_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setenv("ENGINE_KEY", SECRET)
     shapes: list[Any] = [
         lambda text: text,

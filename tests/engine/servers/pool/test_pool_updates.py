@@ -165,9 +165,7 @@ async def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
     await fleet.pool.close()
 
 
-async def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+async def test_a_cancelled_publication_leaves_no_server_standing_still(kind: ModuleType, tmp_path: Path) -> None:
     fleet = Fleet(kind, model_folder(tmp_path / "v0"))
     await fleet.open()
     new = model_folder(tmp_path / "v1")

@@ -75,9 +75,7 @@ async def publish(engine: Any, source: FolderWeights) -> None:
     await Publisher(engine, timeout_s=10_000.0).publish(source)
 
 
-async def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+async def test_weights_come_between_their_memory_and_that_of_the_cache(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     engine = colocated(kind, server, model_folder(tmp_path / "v0"))
     assert engine.capabilities.is_colocated
@@ -110,9 +108,7 @@ async def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind:
         assert not server.died and server.asleep
 
 
-async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_once(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     server.can_sleep = False
     option = "--enable-sleep-mode" if kind is vllm_kit else "--enable-memory-saver"

@@ -67,9 +67,7 @@ def posted(server: ScriptedServer, *ignored: str) -> list[str]:
 # -- vLLM --------------------------------------------------------------------------------------------------------
 
 
-async def test_vllm_gets_all_weights_and_the_version_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vllm_gets_all_weights_and_then_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedVLLM(), Meetings()
     engine = engine_before(server, first, meetings, monkeypatch)

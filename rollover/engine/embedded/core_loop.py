@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -127,7 +128,8 @@ class ThreadLoop:
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         assert self._event_loop is not None, "there is no work before the first command"
-        self._event_loop.call_soon_threadsafe(callback, *args)
+        with suppress(RuntimeError):  # it is closed, and nobody waits any more; the next one may use the engine
+            self._event_loop.call_soon_threadsafe(callback, *args)
 
 
 class LockstepLoop:

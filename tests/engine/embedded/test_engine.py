@@ -7,12 +7,13 @@ import math
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rollover.engine.base import Chunk
 from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.core_loop import ThreadLoop
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sampler import Drawn
 from rollover.errors import EngineError, EngineTimeout, ResourceError
@@ -205,10 +206,27 @@ async def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call
     assert [chunk.finish_reason for chunk in await call] == [FinishReason.ABORT]
 
 
-def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:
-    engine = engine_of(folder)
+def test_one_engine_serves_one_event_loop_after_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder, command_timeout_s=5.0)
     runs: list[list[Chunk]] = [asyncio.run(collect(engine, request(name))) for name in "ab"]
     assert tokens(runs[0]) == tokens(runs[1])
+    left, posted, loop = threading.Event(), threading.Event(), cast(ThreadLoop, engine._loop)
+    post = loop._post
+
+    def watched(*call: Any) -> None:
+        try:
+            post(*call)
+        finally:
+            posted.set()
+
+    async def leave() -> None:
+        loop.submit(lambda core: [] if left.wait(DEADLINE_S) else None)
+
+    monkeypatch.setattr(loop, "_post", watched)
+    asyncio.run(leave())
+    left.set()
+    assert posted.wait(DEADLINE_S), "a command ends when its event loop has been closed"
+    assert tokens(asyncio.run(collect(engine, request("c")))) == tokens(runs[0])
     asyncio.run(engine.close())
 
 

@@ -42,11 +42,11 @@ class FirstToFinish(April):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicting(Concurrency):
-    """Drops what would be more than three versions old."""
+    """Drops what would be more than three versions old in the next batch."""
 
     def surplus(self, view: View) -> tuple[int, ...]:
         starts = {g.group_id: g.start_version for g in view.ledger.unconsumed()}
-        return tuple(i for i, v in starts.items() if v is not None and view.ledger.next_step - v > 3)
+        return tuple(i for i, v in starts.items() if v is not None and view.ledger.next_step + 1 - v > 3)
 
 
 VARIANTS: dict[str, tuple[str, type[Strategy]]] = {

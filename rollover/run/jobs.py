@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.table import Table
@@ -87,8 +88,15 @@ def sft(config: RunConfig, run: RunDir) -> None:
 
 def evaluate(config: RunConfig, run: RunDir) -> None:
     """Measure the initial policy on every source of ``tasks.eval``."""
+    from rollover.run.prepare import initial_policy
+
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
-        result = _run(_evaluate(config, run, progress, metrics))
+        if config.engine.declared.serves_training_only:
+            kind = config.engine.kind
+            raise ConfigError(f"engine.kind {kind!r} is only for training: to evaluate, add --engine.kind embedded")
+        folder = initial_policy(config, run.model, progress, metrics)  # outside any event loop, as in training
+        result = _run(_evaluate(config, run, folder, progress))
+        metrics.write("eval", 0, 0.0, result.metrics())
         ks = sorted({k for row in result.rows for k in row.pass_at})
         table = Table("source", "samples", "reward", *(f"pass@{k}" for k in ks))
         for row in result.rows:
@@ -115,10 +123,10 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     from rollover.report.summary import summarize, summary_table
     from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop
-    from rollover.run.session import open_session
+    from rollover.run.session import open_session, start
 
     async def work() -> None:
-        async with open_session(config, run, progress, skip_batch=skip_batch) as session:
+        async with open_session(config, run, begun, progress, skip_batch=skip_batch) as session:
             if session.version >= config.steps:
                 progress.result(f"all {config.steps} steps are done; for more: {resume} --steps N")
             await train_loop(session, interrupt)
@@ -126,6 +134,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
         if config.engine.declared.opens_many_calls:
             stack.enter_context(rare_collections(NEW_RECORDS))
+        begun = start(config, run, progress, stack)
         _run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
@@ -173,21 +182,15 @@ def _compare(config: RunConfig, run: RunDir) -> None:
     progress.console.print(compare_table([read_run(path) for path in paths]))
 
 
-async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
+async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> Any:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import open_tokenizer
     from rollover.run.engine import open_engine_of
     from rollover.run.evaluation import Evaluator
-    from rollover.run.prepare import initial_policy
     from rollover.tasks.episodes import open_environments
     from rollover.tasks.open import eval_sources, response_ends
 
-    if config.engine.declared.serves_training_only:
-        raise ConfigError(
-            f"engine.kind {config.engine.kind!r} is only for training: to evaluate, add --engine.kind embedded"
-        )
-    folder = initial_policy(config, run.model, progress, metrics)
     check_model_context(config, folder, ("eval",))
     tokenizer = open_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
@@ -209,9 +212,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
             clock=SystemClock(),
             on_progress=progress.evaluating,
         )
-        result = await evaluator.run()
-    metrics.write("eval", 0, 0.0, result.metrics())
-    return result
+        return await evaluator.run()
 
 
 def _progress(config: RunConfig) -> Progress:

@@ -7,9 +7,10 @@ checkpoint and its journal, which agree.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
@@ -81,13 +82,34 @@ class Session:
         return self.trainer.version
 
 
+Start = tuple[MetricsWriter, Path, Path | None]
+"""The metrics, the initial policy and the newest checkpoint, which precede a session and its event loop."""
+
+
+def start(config: RunConfig, run: RunDir, progress: Progress, stack: ExitStack) -> Start:
+    """Make the initial policy, outside any event loop: a warm-up calls code of the user's that may be ``async``.
+    ``stack`` closes the metrics."""
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(run.checkpoints)
+    step = step_to_resume(run, checkpoint)
+    sinks = open_sinks(config.logging, run.path, run_config=resolved(config), identity=run.identity(), resume_step=step)
+    metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
+    run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if run.journal.exists() else None))
+    folder = initial_policy(config, run.model, progress, metrics)
+    needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
+    check_model(run, folder, needs_weights=checkpoint is None or needs_base)
+    check_model_context(config, folder)
+    return metrics, folder, checkpoint
+
+
 @asynccontextmanager
 async def open_session(
-    config: RunConfig, run: RunDir, progress: Progress, *, skip_batch: int | None = None
+    config: RunConfig, run: RunDir, begun: Start, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
     async with AsyncExitStack() as stack:
-        parts = await _open_parts(config, run, progress, stack, skip_batch)
+        parts = await _open_parts(config, run, begun, progress, stack, skip_batch)
         can = parts.engine.engine.capabilities
         observe = _observers(config, parts, progress)
         driver = _driver(config, parts, observe)
@@ -157,21 +179,11 @@ class _Parts(NamedTuple):
 
 
 async def _open_parts(
-    config: RunConfig, run: RunDir, progress: Progress, stack: AsyncExitStack, skip_batch: int | None
+    config: RunConfig, run: RunDir, begun: Start, progress: Progress, stack: AsyncExitStack, skip_batch: int | None
 ) -> _Parts:
     """Open the parts in the order of their dependencies; ``stack`` closes them."""
-    from rollover.trainer.checkpoint import latest_checkpoint
-
-    checkpoint = latest_checkpoint(run.checkpoints)
-    step = step_to_resume(run, checkpoint)
-    sinks = open_sinks(config.logging, run.path, run_config=resolved(config), identity=run.identity(), resume_step=step)
-    metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
+    metrics, folder, checkpoint = begun
     resuming = run.journal.exists()
-    run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
-    folder = initial_policy(config, run.model, progress, metrics)
-    needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
-    check_model(run, folder, needs_weights=checkpoint is None or needs_base)
-    check_model_context(config, folder)
     tokenizer = open_tokenizer(folder)
     stops = response_ends(folder, tokenizer, config.tasks)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from rollover.environments.episodes import AgentConfig
 from rollover.environments.episodes.actor import EpisodeActor, environment_seed
 from rollover.environments.episodes.agents import SourceEnvironment
-from rollover.environments.episodes.base import Action, EnvironmentSettings, Messages, step
+from rollover.environments.episodes.base import Action, EnvironmentSettings, Messages, awaited, step
 from rollover.errors import DataError
 from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap
@@ -104,14 +105,22 @@ def begin_episode(config: EnvironmentSettings, writer: AnswerWriter, prompt: Pro
     Raises:
         DataError: ``reset`` fails.
     """
-    try:
+    with _named(prompt, "reset"):
         live = config.begin(prompt.columns, environment_seed(0, prompt))
         if not config.writes_prompts:
             return live, prompt.token_ids
         opening = step(live, Action(text=""), config.role)
-    except Exception as error:
-        raise DataError(f"environment of prompt {prompt.prompt_id}, reset: {type(error).__name__}: {error}") from error
     return live, writer.open(opening.messages, prompt.columns)
+
+
+@contextmanager
+def _named(prompt: Prompt, method: str) -> Iterator[None]:
+    """Raise whatever the user's code raises as a ``DataError`` with its place."""
+    try:
+        yield
+    except Exception as error:
+        where = f"environment of prompt {prompt.prompt_id}, {method}"
+        raise DataError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 class Demonstration:
@@ -135,15 +144,17 @@ class Demonstration:
 
     def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
         live, prompt_ids = begin_episode(self._config, self._writer, prompt)
-        turns = list(live.demonstrate(dict(prompt.columns)))
+        with _named(prompt, "demonstrate"):
+            turns = list(awaited(live.demonstrate(dict(prompt.columns))))
         response, is_own = tuple[int, ...](), tuple[bool, ...]()
         for text in turns[-1:] if is_bare else turns:
             turn = (*self._tokenizer([text], add_special_tokens=False)["input_ids"][0], self._end)
-            outcome = step(live, Action(text=text, token_ids=turn), self._config.role)
+            with _named(prompt, "step"):
+                outcome = step(live, Action(text=text, token_ids=turn), self._config.role)
             answer = () if outcome.done else self._writer.write(outcome.messages, self._end, prompt.columns)
             response += (*turn, *answer)
             is_own += (True,) * len(turn) + (False,) * len(answer)
-        live.close()
+        awaited(live.close())
         return prompt_ids, response, is_own
 
 

@@ -252,3 +252,17 @@ def test_a_broken_environment_is_named_before_anything_runs(
     ]:
         assert cli.main(["train", "run.toml", "--dry-run", f"--tasks.train.0.environment.{key}", value, *SIZES]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_warm_up_awaits_what_an_environment_does(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("game.py").open("a") as file:
+        file.write(
+            "class Late(Digits):\n"
+            "    async def reset(self, row, seed): super().reset(row, seed)\n"
+            "    async def step(self, action): return f'{1 / (8 - int(action.text))}'\n"
+            "    async def demonstrate(self, row): return ['7', '8']\n"
+        )
+    late = ("--tasks.train.0.environment.factory", "game:Late", "--sft.num_steps", "1", "--sft.batch_size", "2")
+    for job in ("train", "eval", "sft"):
+        assert cli.main([job, "run.toml", "--run-dir", job, *late, *SIZES]) == 2
+        assert "environment of prompt letters/7@0, step: ZeroDivisionError: division" in capsys.readouterr().err

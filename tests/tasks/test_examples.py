@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,11 @@ class LateCalculator(Calculator):
         return super().step(action)
 
 
+class Unprepared(Calculator):
+    def demonstrate(self, row: Mapping[str, Any]) -> list[str]:
+        return [row["worked"]]
+
+
 @pytest.mark.parametrize("factory", ["rollover.tasks.calculator:Calculator", f"{__name__}:LateCalculator"])
 def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: str) -> None:
     environment = ClassConfig(factory=factory)
@@ -128,6 +135,15 @@ def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: 
                 assert result == f" {eval(asked.removesuffix(' =<|end|>'))}\n"
         lengths.append(len(parts))
     assert set(lengths) == {1, 5}, "half are guessed, half worked out in two operations"
+
+
+def test_a_demonstration_that_fails_is_named() -> None:
+    environment = ClassConfig(factory=f"{__name__}:Unprepared")
+    config = TasksConfig(train=(replace(SUMS, environment=environment),))
+    tokenizer = build_tokenizer(["1"])
+    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config, tokenizer, end=0)
+    with pytest.raises(DataError, match=r"^environment of prompt sums/0@0, demonstrate: KeyError: 'worked'$"):
+        next(examples(source, tokenizer, end=0, lessons=lessons))
 
 
 @pytest.mark.parametrize("name", ["tool", "agent", "sokoban"])

@@ -28,7 +28,7 @@ class ClassConfig(EnvironmentSettings):
 
     ``reset(row, seed)`` begins the episode of a row; siblings get the same seed. ``step(action)`` answers a turn: with
     a text, a list of messages, a table ``{"messages": ..., "reward": ..., "done": ...}``, or ``None`` at the end of
-    the episode. ``close()``, if there is one, is called afterwards. ``reset`` and ``step`` may be ``async``.
+    the episode. ``close()``, if there is one, is called afterwards. Each may be ``async``.
 
     An object that is lost, as when its process was killed or the run was resumed, is made again; ``recovery`` says how
     it comes back. Global random numbers (``random``, NumPy) are the episode's own, so they repeat too.

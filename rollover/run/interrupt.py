@@ -58,7 +58,10 @@ class Interrupt:
             self._loop = None
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of ``work``, or ``None`` as soon as an interrupt comes."""
+        """Return the result of ``work``, or ``None`` as soon as an interrupt comes. If it has come, nothing begins."""
+        if self.requested:
+            work.close()
+            return None
         task = asyncio.create_task(work)
         asked = asyncio.create_task(self._event.wait())
         try:

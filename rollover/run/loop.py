@@ -26,7 +26,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
     meter = session.meter
     with interrupt.deferred(), rare_collections(20_000):
         await interrupt.unless(session.weights.publish())
-        await interrupt.unless(_evaluate_when_due(session))
+        await _evaluate_when_due(session, interrupt)
         while session.version < session.config.steps and not interrupt.requested and not _is_settled(session):
             with meter.timed("time/rollout_s"):
                 try:
@@ -49,11 +49,11 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                     await interrupt.unless(session.weights.publish())
             session.observe(meter.step_ended(batch, trained))
             await session.checkpoints.save_when_due()
-            await interrupt.unless(_evaluate_when_due(session))
+            await _evaluate_when_due(session, interrupt)
         is_settled = _is_settled(session)
         if is_settled and not interrupt.requested:
             session.evaluator.ends_at(session.version)
-            await interrupt.unless(_evaluate_when_due(session))
+            await _evaluate_when_due(session, interrupt)
         await session.driver.stop()
         await session.checkpoints.save()
         if is_settled:
@@ -105,12 +105,12 @@ def _goes_on_asleep(session: Session) -> bool:
     )
 
 
-async def _evaluate_when_due(session: Session) -> None:
+async def _evaluate_when_due(session: Session, interrupt: Interrupt) -> None:
     keeps_best = session.config.eval.keep_best
     if keeps_best and session.evaluator.is_due(session.version):
         await session.checkpoints.save()  # it may turn out to be the best
     with session.meter.paused():
-        ended = await session.evaluator.run_when_due(session.version)
+        ended = await interrupt.unless(session.evaluator.run_when_due(session.version)) or []
     for version, evaluation in ended:
         session.scores.add(version, evaluation.metrics().get(session.scores.metric, math.nan))
         session.observe(Evaluated(version=version, time_s=session.clock.now_s(), evaluation=evaluation))

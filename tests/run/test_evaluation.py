@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import signal
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,9 @@ from rollover.rollout.environment import NoEnvironment
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluation, Evaluator
+from rollover.run.interrupt import Interrupt
 from rollover.run.jobs import completed
+from rollover.run.loop import _evaluate_when_due
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
@@ -194,3 +199,32 @@ def test_best_and_patience_count_evaluations() -> None:
         scores.add(version, value)
     assert (scores.best, scores.num_since_best) == (20, 2)
     assert (Scores("pass@8", rows).best, Scores("pass@8", rows).num_since_best) == (None, 0)
+
+
+def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:
+    """Otherwise the run's last checkpoint would be written beside it, to the same place."""
+    happened = list[str]()
+
+    async def save() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60.0)
+        happened.append("saved")
+
+    async def measure(version: int) -> list[Any]:
+        happened.append("measured")
+        return []
+
+    async def main() -> None:
+        interrupt = Interrupt(SimpleNamespace(message=happened.append), resume="")  # type: ignore[arg-type]
+        session: Any = SimpleNamespace(
+            config=SimpleNamespace(eval=SimpleNamespace(keep_best=True)),
+            evaluator=SimpleNamespace(is_due=lambda version: True, run_when_due=measure),
+            version=4,
+            checkpoints=SimpleNamespace(save=save),
+            meter=SimpleNamespace(paused=nullcontext),
+        )
+        with interrupt, interrupt.deferred():
+            await _evaluate_when_due(session, interrupt)
+
+    run(main())
+    assert [each[:14] for each in happened] == ["stopping after", "saved"]

@@ -178,17 +178,18 @@ class Evaluator:
             trajectory = Trajectory(sample_id=SampleId(-1 - sample_id.group, sample_id.index), prompt=prompt)
             reward: float | None = None
             try:
-                while trajectory.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                    async with room:
-                        trajectory = await self._turn(sample_id, trajectory, version)
-                    if trajectory.finish_reason is FinishReason.TURN:
-                        answer = await self._environment.act(trajectory, self._clock.now_s())
-                        trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
+                async with room:
+                    try:
+                        while trajectory.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                            trajectory = await self._turn(sample_id, trajectory, version)
+                            if trajectory.finish_reason is FinishReason.TURN:
+                                answer = await self._environment.act(trajectory, self._clock.now_s())
+                                trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
+                    finally:
+                        self._environment.leave(trajectory.sample_id)
                 reward = await self._scorer.score(trajectory)
             except RewardError as error:
                 failures.append(str(error))
-            finally:
-                self._environment.leave(trajectory.sample_id)
             done += 1
             self._on_progress(done, num_samples)
             return trajectory, reward

@@ -6,6 +6,7 @@ Each job leaves its results in the directory and reports them on the terminal. I
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -31,6 +32,8 @@ from rollover.tasks.config import NO_SOURCE
 
 T = TypeVar("T")
 
+_OPEN_FILES = 65_536
+"""Files that a run may have open: a call to a server takes one, the program of an agent three."""
 NEW_RECORDS = 20_000
 """New records between two garbage collections when thousands of calls are open: some megabytes."""
 
@@ -146,6 +149,8 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _OPEN_FILES)), hard))
     try:
         return asyncio.run(work)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import resource
 import signal
 from collections import Counter
 from contextlib import nullcontext
@@ -17,20 +18,21 @@ import pytest
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, RewardError
 from rollover.report.metrics import MetricRow
-from rollover.rollout.environment import NoEnvironment
+from rollover.rollout.environment import Environment, NoEnvironment
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluation, Evaluator
 from rollover.run.interrupt import Interrupt
-from rollover.run.jobs import completed
+from rollover.run.jobs import _run, completed
 from rollover.run.loop import _evaluate_when_due
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
-from rollover.types import Prompt
+from rollover.types import Observation, Prompt, Trajectory
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing
 from tests.rollout.kit import lognormal, make_rig
+from tests.rollout.test_episodes import Game
 from tests.virtual_time import VirtualClock, run
 
 
@@ -38,10 +40,11 @@ from tests.virtual_time import VirtualClock, run
 class Source:
     name: str = "p"
     num_rows: int = 5
+    prompt_ids: tuple[int, ...] = (5, 6)
 
     def prompt(self, index: int) -> Prompt:
         prompt_id = f"eval/{self.name}/{index}@0"
-        return Prompt(prompt_id=prompt_id, token_ids=(5, 6), text="?", source=f"eval/{self.name}")
+        return Prompt(prompt_id=prompt_id, token_ids=self.prompt_ids, text="?", source=f"eval/{self.name}")
 
 
 class Scorer:
@@ -71,15 +74,20 @@ def config(*names: str, **changes: Any) -> RunConfig:
 
 
 def evaluator(
-    engine: FakeEngine, scorer: Scorer | None = None, settings: RunConfig | None = None, beside_training: bool = False
+    engine: FakeEngine,
+    scorer: Scorer | None = None,
+    settings: RunConfig | None = None,
+    environment: Environment | None = None,
+    prompt_ids: tuple[int, ...] = (5, 6),
+    beside_training: bool = False,
 ) -> Evaluator:
     settings = settings or config("p")
     return Evaluator(
         settings,
         engine=engine,
-        sources=[Source(source.name) for source in settings.tasks.eval],  # type: ignore[misc]
+        sources=[Source(source.name, prompt_ids=prompt_ids) for source in settings.tasks.eval],  # type: ignore[misc]
         scorer=scorer or Scorer(),  # type: ignore[arg-type]
-        environment=NoEnvironment(),
+        environment=environment or NoEnvironment(),
         stops=(),
         clock=VirtualClock(),
         on_progress=lambda done, total: None,
@@ -97,6 +105,33 @@ async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
     result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
     assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.8)
     assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
+
+
+class Open(Game):
+    most = 0
+
+    async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
+        self.open.add(trajectory.sample_id)
+        self.most = max(self.most, len(self.open))
+        return await super().act(trajectory, now_s)
+
+
+async def test_no_more_episodes_are_open_than_samples_decode() -> None:
+    """Each may hold a program, even before its first token and between its turns."""
+    game, engine = Open(), FakeEngine(lambda request: 4, auto=True, max_running=2)
+    settings = config("p", max_new_tokens=60)
+    result = await evaluator(engine, settings=settings, environment=game, prompt_ids=()).run()
+    assert result.metrics()["eval/scored"] == 10
+    assert (game.most, game.open) == (2, set())
+
+
+def test_a_run_raises_its_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in [((256, 4096), (4096, 4096)), ((256, 2**30), (65_536, 2**30)), ((2**20, -1), (2**20, -1))]:
+        limits = [before]
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits[-1])
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limit, limits=limits: limits.append(limit))
+        _run(asyncio.sleep(0))
+        assert limits == [before, after]
 
 
 async def test_a_wrong_reward_function_ends_the_evaluation_with_one_error() -> None:
@@ -201,7 +236,7 @@ def test_best_and_patience_count_evaluations() -> None:
     assert (Scores("pass@8", rows).best, Scores("pass@8", rows).num_since_best) == (None, 0)
 
 
-def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:
+async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:
     """Otherwise the run's last checkpoint would be written beside it, to the same place."""
     happened = list[str]()
 
@@ -214,17 +249,14 @@ def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_n
         happened.append("measured")
         return []
 
-    async def main() -> None:
-        interrupt = Interrupt(SimpleNamespace(message=happened.append), resume="")  # type: ignore[arg-type]
-        session: Any = SimpleNamespace(
-            config=SimpleNamespace(eval=SimpleNamespace(keep_best=True)),
-            evaluator=SimpleNamespace(is_due=lambda version: True, run_when_due=measure),
-            version=4,
-            checkpoints=SimpleNamespace(save=save),
-            meter=SimpleNamespace(paused=nullcontext),
-        )
-        with interrupt, interrupt.deferred():
-            await _evaluate_when_due(session, interrupt)
-
-    run(main())
+    interrupt = Interrupt(SimpleNamespace(message=happened.append), resume="")  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(eval=SimpleNamespace(keep_best=True)),
+        evaluator=SimpleNamespace(is_due=lambda version: True, run_when_due=measure),
+        version=4,
+        checkpoints=SimpleNamespace(save=save),
+        meter=SimpleNamespace(paused=nullcontext),
+    )
+    with interrupt, interrupt.deferred():
+        await _evaluate_when_due(session, interrupt)
     assert [each[:14] for each in happened] == ["stopping after", "saved"]

@@ -561,6 +561,14 @@ async def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
     assert_trainable(await with_stop(rig, rig.train(3)), rig)
 
 
+async def test_an_engine_that_is_down_costs_one_sample_when_they_run_one_by_one() -> None:
+    rig = make_rig("sync", engine=make_engine(DeadFor, max_running=1))
+    with pytest.raises(EngineError, match=r"no answer for g0\.1\."):
+        await rig.driver.next_batch()
+    assert [e.sample_id for e in rig.events if isinstance(e, SampleFailed)] == [SampleId(0, 0)]
+    await rig.driver.stop()
+
+
 def test_overlapped_generation_hides_behind_training() -> None:
     """With a trainer as slow as the engine, overlapping needs about half the time of alternating."""
 

@@ -76,7 +76,8 @@ class Consumers:
                 if self._turn is None:
                     self._start_answering(sample_id)
                 else:
-                    await self._answer(sample_id)
+                    self.answering[sample_id] = asyncio.create_task(self._answer(sample_id))
+                    await self.answering[sample_id]
             await self._go_on(sample_id)
             if self._turn is not None:
                 await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues

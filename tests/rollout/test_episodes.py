@@ -23,7 +23,7 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
-from tests.engine.fake import logprob_at, token_at
+from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.rollout.kit import NAMES, ON_FULL, SEED, LockstepEngine, Rig, content, lognormal, make_rig, play, with_stop
 from tests.rollout.test_driver import StrictEngine, make_engine, without_in_flight_update
 from tests.virtual_time import VirtualClock, run
@@ -120,6 +120,14 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
     assert rig.ledger.tokens.observed_in_batches > 0
     assert max(game.acted.values()) == 1, "no turn is answered twice"
     assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
+
+
+@pytest.mark.parametrize(("lockstep", "engine_type"), [(False, FakeEngine), (True, LockstepEngine)])
+def test_a_slow_environment_is_no_stall(lockstep: bool, engine_type: type[FakeEngine]) -> None:
+    """It has deadlines of its own."""
+    given: dict[str, Any] = {"environment": Game(20.0), "limits": Limits(stall_timeout_s=10.0)}
+    rig, batches = play(2, "sync", lockstep=lockstep, engine_type=engine_type, max_new_tokens=LIMIT, **given)
+    assert_good(batches, rig)
 
 
 def test_the_length_that_is_punished_is_the_one_that_is_limited() -> None:

@@ -14,7 +14,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rollover.environments.pool import WorkerPool
@@ -103,7 +102,7 @@ class Rater:
             async with self._turn, asyncio.timeout(config.timeout_s):
                 return (await score_once(self._inline, samples)).rewards()
         assert self._pool is not None
-        job = {"reward": self.spec.key, "samples": [asdict(sample) for sample in samples]}
+        job = {"reward": self.spec.key, "samples": [vars(sample) for sample in samples]}
         if not config.late_scores_zero:
             return ScoringResult(**await self._pool.run(job, lambda: config.timeout_s)).rewards()
         (sample,) = samples

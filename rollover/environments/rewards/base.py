@@ -154,7 +154,7 @@ class RewardSpec:
         return f"{self.source}/{self.component}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardSample:
     """Holds one finished response in the form that rewards receive."""
 

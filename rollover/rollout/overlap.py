@@ -114,8 +114,8 @@ class _Phases:
         found = []
         for g in range(most_untrained + 1):
             period, num_earlier, published = _timed(list(collected), float(times[-1]), g, machine.training)
-            phases = [float(np.interp(at, times, self._grid)) for at in published if at < times[-1]]
-            younger_P = sum((self._after(phase) for phase in phases), np.zeros(num_groups))
+            phases = np.interp([at for at in published if at < times[-1]], times, self._grid)
+            younger_P, present = self._at(phases)
             ages = np.bincount(batch_P, weights=waits_P + num_earlier * self._tokens_P - younger_P, minlength=m)
             found.append(
                 Round(
@@ -124,22 +124,21 @@ class _Phases:
                     ratio=self._ratio,
                     lag=float((ages / tokens).mean()),
                     iterations_per_batch=period / m,
-                    prefilled_per_batch=sum(map(self._present, phases)) * batch_size,
+                    prefilled_per_batch=present * batch_size,
                     num_untrained=g,
                 )
             )
         return found
 
-    def _after(self, phase: float) -> Floats:
-        """Return the tokens of each group that are decoded after a phase."""
-        tokens_PG = self._full_PG * (self.stop - phase) + np.maximum(0.0, self._rest_PG - phase)
-        return np.asarray(tokens_PG.sum(axis=1), np.float64)
-
-    def _present(self, phase: float) -> float:
-        """Return the tokens of the samples that run at a phase, as a mean over groups."""
-        rounds_PG = np.maximum(0.0, np.ceil((self._tokens_PG - phase) / self.stop))
-        tokens_PG = self.stop * rounds_PG * (rounds_PG - 1) / 2 + phase * rounds_PG
-        return float(tokens_PG.sum() / len(tokens_PG))
+    def _at(self, phases: Floats) -> tuple[Floats, float]:
+        """Return the tokens of each group that are decoded after a phase, and the tokens of the samples that run at it,
+        as a mean over groups; both summed over ``phases``, which ascend."""
+        sums = np.append(0.0, phases.cumsum())
+        full_PG, rest_PG, before_PG = self._full_PG, self._rest_PG, np.searchsorted(phases, self._rest_PG)
+        after_PG = full_PG * (len(phases) * self.stop - sums[-1]) + before_PG * rest_PG - sums[before_PG]
+        whole_PG = len(phases) * (full_PG - 1) / 2 + before_PG
+        present_PG = full_PG * (self.stop * whole_PG + sums[-1]) + sums[before_PG]
+        return after_PG.sum(axis=1), float(present_PG.sum() / len(present_PG))
 
 
 def _timed(

@@ -150,7 +150,8 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _OPEN_FILES)), hard))
+    if 0 <= soft < _OPEN_FILES:  # negative numbers are no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
     try:
         return asyncio.run(work)
     except RuntimeError as error:

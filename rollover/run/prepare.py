@@ -40,6 +40,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
     from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model
 
+    base = folder.with_name(f"{folder.name}-untrained")
     if config.model.scratch is None:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
@@ -50,15 +51,11 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
             progress.message(line)
     if config.model.scratch is None:
         open_tokenizer(base)
-    if config.model.scratch is None and config.sft is None:
+    elif not (base / "config.json").is_file():  # a run that is resumed has built it before
+        _build(config, base, progress)
+    if config.sft is None:
         return base
     if not (folder / "config.json").is_file():
-        if config.model.scratch is not None:
-            base = folder.with_name(f"{folder.name}-untrained")
-            if not (base / "config.json").is_file():  # a run that is resumed has built it before
-                _build(config, base, progress)
-        if config.sft is None:
-            return base
         _warm_up(config, base, folder, progress, metrics)
     return folder
 

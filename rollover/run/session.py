@@ -127,7 +127,7 @@ async def open_session(
             stops=parts.stops,
             clock=parts.clock,
             on_progress=progress.evaluating,
-            done_version=parts.trainer.version if parts.is_evaluated else None,
+            done_version=max((row.step for row in parts.evaluated), default=None),
             # The best checkpoint has to be the weights that were measured, so they must not change meanwhile.
             beside_training=overlaps and can.in_flight_update and not config.eval.keep_best,
         )
@@ -171,11 +171,6 @@ class _Parts(NamedTuple):
     clock: Clock
     evaluated: Sequence[MetricRow]
     """The evaluations of the weights up to the trainer's version."""
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Return whether the trainer's version has been evaluated."""
-        return any(row.step == self.trainer.version for row in self.evaluated)
 
 
 async def _open_parts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.environments.episodes import AgentConfig
@@ -123,35 +123,31 @@ def _named(prompt: Prompt, method: str) -> Iterator[None]:
         raise DataError(f"{where}: {type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     """The lesson of an environment whose objects have ``demonstrate(row)``, which returns the turns of a good episode;
     the answers between them are the environment's own.
-
-    Args:
-        end: the token that ends a turn.
 
     Example: with the packaged calculator, the turns after ``12 + 34 - 5 =`` are ``12 + 34 =``, ``46 - 5 =`` and
     ``#### 41``.
     """
 
-    def __init__(
-        self, config: EnvironmentSettings, writer: AnswerWriter, tokenizer: FastTokenizer, *, end: int
-    ) -> None:
-        self._config = config
-        self._writer = writer
-        self._tokenizer = tokenizer
-        self._end = end
+    config: EnvironmentSettings
+    writer: AnswerWriter
+    tokenizer: FastTokenizer
+    end: int
+    """The token that ends a turn."""
 
     def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
-        live, prompt_ids = begin_episode(self._config, self._writer, prompt)
+        live, prompt_ids = begin_episode(self.config, self.writer, prompt)
         with _named(prompt, "demonstrate"):
             turns = list(awaited(live.demonstrate(dict(prompt.columns))))
         response, is_own = tuple[int, ...](), tuple[bool, ...]()
         for text in turns[-1:] if is_bare else turns:
-            turn = (*self._tokenizer([text], add_special_tokens=False)["input_ids"][0], self._end)
+            turn = (*self.tokenizer([text], add_special_tokens=False)["input_ids"][0], self.end)
             with _named(prompt, "step"):
-                outcome = step(live, Action(text=text, token_ids=turn), self._config.role)
-            answer = () if outcome.done else self._writer.write(outcome.messages, self._end, prompt.columns)
+                outcome = step(live, Action(text=text, token_ids=turn), self.config.role)
+            answer = () if outcome.done else self.writer.write(outcome.messages, self.end, prompt.columns)
             response += (*turn, *answer)
             is_own += (True,) * len(turn) + (False,) * len(answer)
         awaited(live.close())
@@ -164,7 +160,7 @@ def demonstrations(config: TasksConfig, tokenizer: FastTokenizer, *, end: int) -
     for source in config.train:
         if source.environment is not None and source.environment.demonstrates:
             writer = AnswerWriter(encoder_of(source, config, tokenizer), source)
-            found[source.name] = Demonstration(source.environment, writer, tokenizer, end=end)
+            found[source.name] = Demonstration(source.environment, writer, tokenizer, end)
     return found
 
 

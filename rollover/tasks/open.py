@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.environments.episodes import ClassConfig
+from rollover.environments.episodes.base import awaited
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
@@ -171,7 +172,7 @@ def check_source(
     first = opened.prompt(0)
     if isinstance(source.environment, ClassConfig) and source.environment.writes_prompts:
         live, token_ids = begin_episode(source.environment, AnswerWriter(encoder, source), first)
-        live.close()
+        awaited(live.close())
         first = replace(first, token_ids=token_ids)
     return opened, first
 

@@ -133,6 +133,9 @@ def test_a_token_budget_is_granted_once_per_round() -> None:
     assert strategy.token_budget(state.view, first) == 3
     for i in (first, others[0]):
         state.apply(started(i))
+    state.apply(ended(first, 2, ABORT))
+    assert [*strategy.samples_to_start(state.view)] == [first, *others[1:]]  # its call has failed
+    state.apply(started(first))
     state.apply(ended(first, 3, ABORT))
     assert [*strategy.samples_to_start(state.view)] == others[1:]  # the rest have one left
     for i in others[1:]:

@@ -51,10 +51,13 @@ class TokenBudget(Oversample):
         return self.round_budget
 
     def _has_spent(self, view: View, sample_id: SampleId) -> bool:
-        """Return whether its last call ended at its budget. A new turn of an episode has a budget of its own."""
-        last = view.ledger.sample(sample_id).segments[-1:]
-        is_stopped = sample_id in view.ledger.parked and last[0].finish_reason is FinishReason.ABORT
-        return is_stopped and last[0].policy_version == view.ledger.policy_version
+        """Return whether its last call ended at its budget: it may also have failed or been stopped. A new turn of an
+        episode has a budget of its own."""
+        if sample_id not in view.ledger.parked:
+            return False
+        last = view.ledger.sample(sample_id).segments[-1]
+        is_spent = last.finish_reason is FinishReason.ABORT and len(last.token_ids) >= self.round_budget
+        return is_spent and last.policy_version == view.ledger.policy_version
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,8 @@ def frontier(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 def advise(points: Sequence[FrontierPoint], lag_budget: float | None = None) -> Advice:
     """Return the fastest setting within the budget. Without a budget, return the knee of the frontier: the setting
     farthest above the line from synchronous rollout to the fastest setting (Satopaa et al., 2011), beyond which lag
-    buys less than it does on average. Synchronous rollout is always among ``points``, so there is one."""
+    buys less than it does on average; the fastest setting itself if none is above that line. Synchronous rollout is
+    always among ``points``, so there is one."""
     fair = [p for p in points if is_fair(p)]
     best = frontier(fair)[-1]
     if lag_budget is not None:
@@ -100,7 +101,8 @@ def advise(points: Sequence[FrontierPoint], lag_budget: float | None = None) -> 
     def above_chord(point: FrontierPoint) -> float:
         return (point.gain.mean - 1) * best.lag - point.lag * gained
 
-    return Advice(chosen=max(frontier(fair), key=above_chord), best=best, lag_budget=None)
+    by_lag = frontier(fair) if gained < _FASTER - 1 else frontier(fair)[::-1]
+    return Advice(chosen=max(by_lag, key=above_chord), best=best, lag_budget=None)
 
 
 def instead(current: FrontierPoint, points: Sequence[FrontierPoint]) -> str:

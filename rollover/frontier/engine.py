@@ -16,7 +16,7 @@ from rollover.workload.source import Lengths
 _NODE_SIZE = 8
 
 
-def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel, str]:
+def in_units_of_c0(rollout: RolloutConfig, replicas: int, c0_s: float = 1.0) -> tuple[ReplicaModel, str]:
     """Return a replica of an unspecified engine: time is counted in iterations over an empty batch, and a batch loads
     the replicas as in APRIL's published experiments."""
     samples = rollout.rollout_batch_size * rollout.group_size
@@ -25,7 +25,7 @@ def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel,
         f"No engine given: times are in iterations over an empty batch (c0), B0 = {b0:.0f} samples per replica, so that"
         f" a batch is {PUBLISHED_LOAD} B0 as in APRIL's experiments; {PREFILL_PER_C0:,.0f} tokens are prefilled per c0."
     )
-    return ReplicaModel(c0_s=1.0, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0), note
+    return ReplicaModel(c0_s=c0_s, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0 / c0_s), note
 
 
 def of_device(

@@ -155,7 +155,7 @@ def _engine(
     if request.device is not None and request.model is not None:
         replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
     else:
-        replica, note = engine.in_units_of_c0(rollout, replicas)
+        replica, note = engine.in_units_of_c0(rollout, replicas, file.engine.c0_s or 1.0)
     is_timed = request.device is not None or file.engine.c0_s is not None
     if file.engine.c0_s is not None:
         note = f"Engine: as described in {request.scenario}."

@@ -25,11 +25,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Roles, shapes and places of all devices in use, and the resulting throughput and cost.
-
-    Example: ``plan.used == {"h800": 16, "h20": 24}``, ``plan.tokens_per_s == 41_000.0``, ``plan.cost_per_hour ==
-    96.0``.
-    """
+    """Roles, shapes and places of all devices in use, and the resulting throughput and cost."""
 
     fleet: Fleet
     model: ModelShape

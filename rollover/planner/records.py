@@ -99,10 +99,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A limit that the solution reaches.
-
-    Example: ``Binding(row="stock", subject="h20")``: every H20 is in use.
-    """
+    """A limit that the solution reaches."""
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str

@@ -128,10 +128,7 @@ def _shape(*, dp: int, tp: int, pp: int) -> str:
 
 
 def numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (label, value, unit, note).
-
-    Example: ``("Training throughput", "41,000", "tokens/s", "by the formula, planned in 2.1 s")``
-    """
+    """Yield (label, value, unit, note)."""
     currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
     proof = f"by the formula, planned in {plan.solution.solve_s:.1f} s"
     if plan.simulated_steps_per_s is not None:

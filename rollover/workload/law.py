@@ -75,7 +75,7 @@ class LengthLaw:
 
     @property
     def mu(self) -> float:
-        return math.log(self.median_tokens)
+        return math.log(self.median_tokens) + 1e-11  # a constant length is the median, and not one less by rounding
 
     def workload(self, seed: int = 0) -> Generator:
         return Generator(self, seed)

@@ -38,6 +38,13 @@ def test_without_a_budget_it_is_the_knee() -> None:
     )
 
 
+def test_if_no_setting_is_above_the_line_it_is_the_fastest() -> None:
+    for gain, chosen in ((1.5, True), (1.004, False)):
+        only = point(gain, 0.2)
+        assert (advise([SYNC, only]).chosen is only) == chosen
+    assert "would train 1.50 times" in instead(SYNC, [SYNC, point(1.5, 0.2)])
+
+
 def test_a_setting_that_trains_short_responses_is_never_recommended() -> None:
     biased = point(5.0, 0.1, length=0.8)
     assert advise([*POINTS, biased]).chosen is KNEE

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from rollover.devices import catalogue
+from rollover.devices.costs.rollout import engine_model, replica_costs
+from rollover.devices.model_shape import read_shape
+from rollover.devices.records import Link
+from rollover.devices.workload import specify
 from rollover.errors import ConfigError, ModelError
 from rollover.frontier.engine import in_units_of_c0, of_device
 from rollover.rollout.config import RolloutConfig
@@ -58,8 +65,22 @@ def test_devices_and_models_that_cannot_be_are_refused(model: str) -> None:
         of_device("h100-sxm", str(Path(model).parent), LENGTHS, RolloutConfig(), tp=1)
 
 
+def test_a_pipeline_with_no_more_samples_than_stages_has_a_pace(model: str) -> None:
+    network = Link(bytes_per_s=1e10, latency_s=1e-5)
+    device = catalogue.packaged().surroundings(
+        "rtx-4090", name="4090", node_size=1, network=network, price_per_hour=None
+    )
+    workload = specify("lengths", LENGTHS.workload(0), num_groups=4, group_size=4)
+    for stages, at_most in itertools.product((1, 2, 4), range(1, 9)):
+        costs = replica_costs(read_shape(model), workload, device, 1, stages)
+        replica = engine_model(costs, pause_s=1.0, max_running=at_most)
+        assert replica.c0_s > 0 and math.isfinite(replica.b0)
+
+
 def test_without_an_engine_a_batch_loads_the_replicas_as_published() -> None:
     replica, note = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2)
     assert 2 * replica.b0 * 2.4 == pytest.approx(256)
     assert replica.c0_s == 1
     assert "No engine given" in note
+    timed, _ = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2, 0.01)
+    assert timed.prefill_tokens_per_s * timed.c0_s == replica.prefill_tokens_per_s

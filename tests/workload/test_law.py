@@ -23,6 +23,13 @@ SIMULATED = {
 lie 1.5 standard errors above what the parameters imply: mean 6202, p90 15563, 9.2% truncated."""
 
 
+@pytest.mark.parametrize("median", [4, 5, 500, 1000, 3000, 2**23])
+def test_a_constant_length_is_the_median(median: int) -> None:
+    law = replace(LAW, median_tokens=median, sigma=0.0, loop_probability=0.0, min_tokens=1, cap_tokens=2**24)
+    law = replace(law, drift_per_1k_prompts=0.0)
+    assert law.workload(0).group_lengths(3, 2) == (median, median) and law.quantile(0.5) == median
+
+
 @pytest.mark.parametrize("name", SIMULATED)
 def test_presets_have_the_statistics_of_an_independent_simulation(name: str) -> None:
     law = PRESETS[name]

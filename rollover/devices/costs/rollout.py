@@ -128,12 +128,12 @@ def replica_kind(engine: ReplicaCosts, batch_cap: int, sync_link: Link | None = 
 
 def engine_model(replica: ReplicaCosts, *, pause_s: float, max_running: int = 2**31) -> ReplicaModel:
     """Draw the line through two iteration times of ``replica``: of one sample, and of a batch that fills its KV cache
-    or meets ``max_running``. New weights stop it for ``pause_s``."""
+    or meets ``max_running``, but is more than one sample per stage. New weights stop it for ``pause_s``."""
     workload = replica.workload
     squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
     context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # mean over tokens, not over samples
     kv_tokens = replica.kv_room / replica.kv_bytes_per_token
-    batch = max(2, min(max_running, int(kv_tokens / context)))
+    batch = max(replica.pp + 1, min(max_running, int(kv_tokens / context)))
     alone_s, full_s = replica.step_s(1, context), replica.step_s(batch, context)
     slope_s = (full_s - alone_s) / (batch - 1)
     return ReplicaModel(

@@ -31,10 +31,7 @@ AGAIN_S = 30.0
 
 
 class DirectedEngine(Engine, Protocol):
-    """An engine whose caller may say which member decodes a call.
-
-    Example: ``swarm.generate(request, only="laptop")`` is decoded by the laptop or not at all.
-    """
+    """An engine whose caller may say which member decodes a call."""
 
     def generate(self, request: GenerateRequest, *, only: str | None = None) -> AsyncIterator[Chunk]: ...
 

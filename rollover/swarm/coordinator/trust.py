@@ -39,8 +39,6 @@ class SharedTable(Generic[T]):
     Args:
         kind: of a row.
         remedy: what to do about a file that cannot be read.
-
-    Example: ``with table.changing() as rows: rows["laptop"] = row`` keeps other processes out until it is written.
     """
 
     def __init__(self, file: Path, kind: type[T], *, remedy: str) -> None:

@@ -115,11 +115,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberChange:
-    """The change of one member to one version.
-
-    Example: ``MemberChange(member="laptop", version=8, prepare_s=3.1, pause_s=0.02, wire_bytes=81_264, after_s=4.0,
-    time_s=16.5)`` is a laptop that decoded from version 8 four seconds after it could be fetched.
-    """
+    """The change of one member to one version."""
 
     member: str
     version: int

@@ -64,10 +64,7 @@ class WaitingCalls:
 
 @dataclass(slots=True)
 class Holding:
-    """The tokens of one call at its member.
-
-    Example: ``Holding("laptop", "g4.1.", acked=256, end=300)``: 44 tokens of a call that has ended are not durable yet.
-    """
+    """The tokens of one call at its member."""
 
     member: str
     sample_key: str

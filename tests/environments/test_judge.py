@@ -155,8 +155,11 @@ async def test_failures_that_may_pass_are_tried_again_until_the_server_is_well()
     for number in range(len(BAD)):
         answers = iter([BAD[number], BAD[number - 1], "Score: 1"])
         assert await score_of(lambda body, answers=answers: next(answers), retries=2) == 1.0
-    with pytest.raises(RewardError, match=r"/v1/chat/completions answered 500: oops \(prompt s/0@0\)"):
-        await score_of(lambda body: BAD[0], retries=1)
+    for retries in (0, 1, 2):
+        async with judging(lambda body: BAD[0], retries=retries) as (scorer, server):
+            with pytest.raises(RewardError, match=r"/v1/chat/completions answered 500: oops \(prompt s/0@0\)"):
+                await scorer.score(trajectory(prompt(q="1+1?", a="2"), "abc"))
+            assert len(server.requests) == retries + 1
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404])

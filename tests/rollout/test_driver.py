@@ -110,8 +110,13 @@ def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
     rig, batches = play(2, "sync", scorer=scorer, group_size=3)
     [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
     assert (failure.sample_id, failure.cause) == (FIRST, cause)
-    reasons = {raises: "ZeroDivisionError: no steps to divide by", does_not_apply: "f returned None"}
-    assert failure.reason == reasons.get(how, failure.reason)
+    reasons = {
+        raises: "ZeroDivisionError: no steps to divide by",
+        raises_silently: "",
+        is_cancelled: "the scorer cancelled it",
+        does_not_apply: "f returned None",
+    }
+    assert failure.reason == reasons[how]
     group = next(g for b in batches.values() for g in b.groups if g.group_id == 0)
     assert [t.sample_id.index for t in group.trajectories] == [1, 2]
     assert rig.ledger.tokens.wasted[cause] > 0 and rig.ledger.num_failed == (cause is WasteCause.FAILED)
@@ -166,7 +171,7 @@ def test_a_hung_reward_delays_neither_abort_nor_the_next_steps() -> None:
     assert set(batches) == {0, 1, 2, 3}
     assert FIRST in rig.ledger.unscored
     ends = [[e.time_s for e in r.events if isinstance(e, BatchConsumed)] for r in (rig, free)]
-    assert ends[0][0] <= ends[1][0] + 10
+    assert all(hung <= free + 15 for hung, free in zip(*ends, strict=True)), "as long as its group is missing"
 
 
 def test_scoring_goes_on_while_the_engine_decodes() -> None:
@@ -181,6 +186,7 @@ async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> N
         async with asyncio.timeout(100):
             await rig.driver.next_batch()
     await rig.driver.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert set(rig.ledger.unscored) == {FIRST}
     again = make_rig("sync", state=rig.state)
     batch = await with_stop(again, again.driver.next_batch())
@@ -449,10 +455,10 @@ async def test_stop_leaves_no_task_behind(name: str) -> None:
     rig = make_rig(name, scorer=ParityScorer(5.0))
     await rig.train(2)
     await rig.driver.stop()
-    await rig.driver.stop()  # a second time changes nothing
     rig.engine.auto = False
-    await asyncio.sleep(100)
+    await asyncio.sleep(0)  # the engine's own task ends
     assert asyncio.all_tasks() == {asyncio.current_task()}
+    await rig.driver.stop()  # a second time changes nothing
     assert not rig.ledger.running
 
 

@@ -17,9 +17,8 @@ from rollover.engine.base import FirstCall
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.wire.messages import Adopt, Assign, Goodbye, HeldCall, Welcome
 from rollover.types import FinishReason
-from tests.speed import within
 from tests.swarm.held_worker import HeldWorker
-from tests.swarm.kit import LENGTH, assert_crowd_is_current, coordinator, head, plain, request, response
+from tests.swarm.kit import LENGTH, TTL_S, assert_crowd_is_current, coordinator, head, plain, request, response
 
 NUM_ROUNDS = 60
 """Heartbeats without a cut in which everything must have come to its end."""
@@ -114,7 +113,7 @@ class CutSwarm(RuleBasedStateMachine):
         elif what == "cut":
             self.disconnect(name)
         elif what == "wait":
-            self.wait(within(16.0))
+            self.wait(TTL_S + 1.0)
         else:
             self.connect(name, anew=what == "anew")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.rollout.events import SegmentEnded
-from rollover.rollout.journal import FORMAT_VERSION, Journal
+from rollover.rollout.events import CheckpointSaved, SegmentEnded
+from rollover.rollout.journal import FORMAT_VERSION, Journal, read_events
 from rollover.types import Trajectory
 from tests import runs
 from tests.runs import Cue, Processes
@@ -57,11 +57,13 @@ def test_a_killed_run_trains_each_token_with_the_experts_that_sampled_it(tmp_pat
 
 def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:
     path = experiment / "journal.sqlite"
-    journal = Journal(path)
+    journal, saved = Journal(path), CheckpointSaved(time_s=1.0, step=0)
+    journal.append([saved])
     journal._db.execute("UPDATE format SET version = 1")
     journal.close()
     Journal(path).close()
     assert Journal(path)._db.execute("SELECT version FROM format").fetchone() == (FORMAT_VERSION,)
+    assert list(read_events(path)) == [(1, saved)]
 
 
 @pytest.mark.parametrize(

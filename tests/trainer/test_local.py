@@ -188,7 +188,17 @@ def test_the_learning_rate_follows_the_schedule_of_the_run(folder: Path) -> None
     assert rates == pytest.approx([1e-3, 5e-4, 0])
 
 
-def test_a_deterministic_step_repeats_and_leaves_the_global_switch(folder: Path) -> None:
+def test_a_deterministic_step_repeats_and_leaves_the_global_switch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, switches = trainer_module.policy_loss, set[bool]()
+
+    def watched(*arguments: Any) -> Any:
+        switches.add(torch.are_deterministic_algorithms_enabled())
+        return loss(*arguments)
+
+    monkeypatch.setattr(trainer_module, "policy_loss", watched)
+
     def run() -> dict[str, Tensor]:
         trainer = make_trainer(folder, deterministic=True, mini_batches=2)
         for step in range(2):
@@ -197,7 +207,7 @@ def test_a_deterministic_step_repeats_and_leaves_the_global_switch(folder: Path)
 
     first, second = run(), run()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert switches == {True} and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_logprob_that_is_not_finite_names_the_sample(folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-from rollover.errors import ResourceError, is_full, system_error
+from rollover.errors import ResourceError, RolloverError, is_full, system_error
 
 PARTIAL = ".partial-"
 """Prefix of the name of an incomplete folder."""
@@ -45,6 +45,8 @@ def write_folder(
         _put(partial, folder)
         if durable:
             _flush(folder.parent)
+    except RolloverError:
+        raise
     except Exception as error:  # safetensors wraps the system's errors in one of its own
         if not is_full(error):
             raise system_error(error) or error from None

@@ -119,11 +119,7 @@ _NEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPoint:
-    """Values of the variables, over all kinds and plans of the problem.
-
-    Example: ``x=[0.4, 0.6], y=[3, 2]``: three replicas of the first kind decode 40% of the samples; two of the second
-    kind decode the rest.
-    """
+    """Values of the variables, over all kinds and plans of the problem."""
 
     x: Floats
     """(C,)"""

@@ -25,10 +25,7 @@ from rollover.planner.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Devices of one node that work on the same layers: a tensor-parallel group.
-
-    Example: ``Stage(node=2, devices=(4, 5, 6, 7))`` is a tensor-parallel group of 4 on half of a node of 8.
-    """
+    """Devices of one node that work on the same layers: a tensor-parallel group."""
 
     node: int
     """Index in the fleet's nodes."""
@@ -167,10 +164,7 @@ def rings(pipelines: Sequence[Pipeline]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSolution:
-    """A placed solution at its real costs.
-
-    Example: a trainer that phase 1 took for 30 s a step has ``problem.plans[0].step_s == 34.0`` over a narrow link.
-    """
+    """A placed solution at its real costs."""
 
     problem: Problem
     """The problem with only the solution's kinds and its training plan."""

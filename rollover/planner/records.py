@@ -108,11 +108,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The optimum; tuples run over the problem's kinds of replica.
-
-    Example: ``replicas=(3, 0), rates=(10.24, 0.0), steps_per_s=0.02``: three replicas of the first kind decode all of
-    the 512 samples that are trained every 50 s; ``active`` is ``(0,)``.
-    """
+    """The optimum; tuples run over the problem's kinds of replica."""
 
     plan: TrainingPlan
     replicas: tuple[int, ...]

@@ -212,8 +212,8 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
     generators = {n: tensors.pop(n) for n in list(tensors) if is_generator(n)}
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if tensors:
+        parameters = with_moments(tensors, {name: p for name, p in model.named_parameters() if p.requires_grad})
         in_8_bits = optimizer.in_8_bits if isinstance(optimizer, AdamW8bit) else set()
         check_moments(path, {name: tuple(t.shape) for name, t in tensors.items()}, parameters, in_8_bits)
         for name, parameter in parameters.items():
@@ -238,6 +238,12 @@ def _is_whole(folder: Path) -> bool:
     except (ModelError, OSError):
         return False
     return True
+
+
+def with_moments(moments: Collection[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of which a checkpoint has any moments. One without a gradient has none, such as a bias that
+    only chooses experts."""
+    return {name: p for name, p in parameters.items() if any(f"{moment}/{name}" in moments for moment in MOMENTS)}
 
 
 def check_moments(

@@ -106,7 +106,7 @@ def training_memory(
         _trace(config, _of_depth(model, depth), (*tokens, batch_samples), temperature, base_dtype)
         for depth in _TRACED_LAYERS
     )
-    size, whole = config.num_devices, shallow.at(int(model["num_hidden_layers"]), deeper)
+    size, whole = config.num_devices, shallow.at(_depth_of(model), deeper)
     kept = {
         "weights": whole.weights // size,
         "reference": whole.weights // size if needs_ref and config.lora is None else 0,
@@ -122,10 +122,18 @@ def training_memory(
     )
 
 
+def _depth_of(model: Mapping[str, Any]) -> int:
+    """Return the number of layers, for which families have names of their own."""
+    from transformers import AutoConfig
+
+    with unset_fake_temporarily():
+        return int(AutoConfig.for_model(**model).num_hidden_layers)
+
+
 def _of_depth(model: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Return the config of a model with this many layers. Lists of one entry per layer, such as ``layer_types``, are
     cut or repeated."""
-    num_layers = int(model["num_hidden_layers"])
+    num_layers = _depth_of(model)
     cut = {
         name: [value[i % num_layers] for i in range(depth)]
         for name, value in model.items()

@@ -19,6 +19,7 @@ from rollover.trainer.checkpoint import (
     generator_states,
     is_generator,
     optimizer_files,
+    with_moments,
 )
 from rollover.trainer.shares import fill_rows, owners_of, part_name, write_share
 from rollover.trainer.world import World
@@ -49,7 +50,7 @@ def read_moments(world: World, folder: Path, hf: Any, optimizer: AdamW) -> None:
     infos = {name: info for name, info in infos.items() if not is_generator(name)}
     if not infos:
         return  # no step has been trained yet
-    parameters = trained_parameters(hf)
+    parameters = with_moments(infos, trained_parameters(hf))
     check_moments(path, {name: info.shape for name, info in infos.items()}, parameters)
     wanted: dict[str, Tensor] = {}
     for name, parameter in parameters.items():

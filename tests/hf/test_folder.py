@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rollover.errors import ResourceError
+from rollover.errors import EngineError, ResourceError
 from rollover.hf.folder import write_folder
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "broken disk")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), OSError(errno.EIO, "broken disk"), EngineError("rank 1 failed: [Errno 5] broken disk")],
+)
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
     write_folder(tmp_path / "step_1", lambda p: (p / "a").write_text("old") and None)
 

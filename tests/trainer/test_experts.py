@@ -21,7 +21,7 @@ from rollover.trainer.packing import pack
 from rollover.trainer.proof import prove
 from rollover.weights.base import specs_of
 from rollover.weights.sources import MemoryWeights
-from tests.trainer.builders import assert_gradients_of_separate_samples, make_batch, make_samples
+from tests.trainer.builders import assert_gradients_of_separate_samples, make_batch, make_samples, make_trainer
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_families import config_of
 from tests.trainer.test_sharded import EPSILON, assert_alike, train
@@ -72,6 +72,18 @@ def test_a_family_is_packed_exactly_and_saved_as_transformers_does(family: str, 
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     again = named_tensors(open_model(tmp_path / "ours"))
     assert all(torch.equal(again[name], tensor) for name, tensor in named_tensors(policy).items())
+
+
+def test_a_bias_that_only_chooses_experts_has_no_moments_and_resumes(tmp_path: Path) -> None:
+    make_experts(tmp_path / "model", "ernie4_5_moe")
+    trainer = make_trainer(tmp_path / "model")
+    trainer.step(make_batch())
+    trainer.save(tmp_path / "step_1")
+    resumed = make_trainer(tmp_path / "model", resume_from=tmp_path / "step_1")
+    for each in (trainer, resumed):
+        each.step(make_batch(step=1))
+    ours, theirs = trainer.weights(), resumed.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_gradients_are_those_of_separate_samples(tmp_path: Path) -> None:

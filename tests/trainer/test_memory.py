@@ -54,6 +54,14 @@ def test_a_step_takes_its_estimated_memory_within_15_percent(tmp_path: Path, mon
     assert benchmark.measure(str(tmp_path), way) == pytest.approx(found.activations + found.gathered, rel=0.15)
 
 
+def test_the_depth_of_a_family_has_a_name_of_its_own() -> None:
+    shape = {"n_layer": 3, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 64, "model_type": "gpt2"}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    sizes = {"max_prompt_tokens": 8, "max_response_tokens": 8, "batch_samples": 4}
+    found = training_memory(TrainerConfig(), shape, **sizes)
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_state_is_16_bytes_per_parameter_and_a_copy_for_a_reference() -> None:
     alone, compared = estimate(CONFIG), estimate(CONFIG, needs_ref=True)
     count = sum(p.numel() for p in make_model("qwen3", **SHAPE_OF_WIDE).parameters())

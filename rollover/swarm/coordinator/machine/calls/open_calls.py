@@ -18,11 +18,7 @@ from rollover.swarm.wire.messages import Abort, Ack, HeldCall, ProtocolError, Re
 
 
 class WaitingCalls:
-    """The calls without a member, in order of arrival, by the oldest version that each accepts and by sample.
-
-    Example: after ``add("a#1.", call)`` of a call that accepts version 3 and newer, ``versions()`` is ``[3]`` and
-    ``accepting(3)`` is ``["a#1."]``.
-    """
+    """The calls without a member, in order of arrival, by the oldest version that each accepts and by sample."""
 
     def __init__(self) -> None:
         self._by_version: dict[int, dict[str, None]] = {}

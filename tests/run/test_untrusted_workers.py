@@ -4,6 +4,7 @@ trained is dropped and counted."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -148,9 +149,16 @@ def assert_the_liar_is_out(workers: Workers, *says: str) -> None:
 def test_false_log_probs_are_found_within_a_batch_of_many(experiment: Path, lies: Callable[[type[Liar]], None]) -> None:
     torch.set_num_threads(1)
     lies(lingering(liars.Int8))
-    port = free_port()
-    with working(port, ("anna", "liar")) as workers:
-        assert train(port, *GROUPS_OF_8) == 0
+    for _ in range(3):
+        port = free_port()
+        with working(port, ("anna", "liar")) as workers:
+            assert train(port, *GROUPS_OF_8) == 0
+        if workers.endings["liar"] is not None:
+            break
+        fresh = [of_newest_weights(batch, "liar") for batch in runs.batches(OUT)]
+        assert max(fresh) < MIN_TOKENS, "it was too slow with new weights to be judged"
+        for folder in (OUT, Path("cache-anna"), Path("cache-liar")):
+            shutil.rmtree(folder)
     assert_the_liar_is_out(workers, BY_DRIFT)
     assert "the operator of this worker must make sure" in str(workers.endings["liar"])
     assert any("drift/liar" in row for row in runs.rows(OUT))

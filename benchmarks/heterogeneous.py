@@ -147,7 +147,7 @@ def _compare(
         assert device.price_per_hour is not None
         found = one_type(made, device, int(money / device.price_per_hour))
         if found is not None:
-            alone[device.name] = found[1].steps_per_s * per_step
+            alone[device.name] = found.solution.steps_per_s * per_step
         cost = _cheapest(made, device)
         if cost is not None:
             alone_cost[device.name] = cost

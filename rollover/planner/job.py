@@ -7,6 +7,7 @@ load. The alternatives to it are solved as it was: with the same lengths, tail a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -23,11 +24,11 @@ from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner.placement import engine_on_links, weight_ways, weights_link
-from rollover.planner.plan import Alternative, Plan, devices_used, step_tokens
-from rollover.planner.problem import PlanSpec, stock_problem
-from rollover.planner.records import Fleet, Problem, Server, Solution, Tail
+from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.problem import PlanSpec
+from rollover.planner.records import Fleet, Node, Server, Tail
 from rollover.planner.report import render_page, show
-from rollover.planner.search import make_plan, solve_finely
+from rollover.planner.search import alone, make_plan
 from rollover.planner.topology import Topology
 from rollover.report.page import write_page
 from rollover.rollout.strategies import BoundedAsync
@@ -200,33 +201,47 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     return tuple(sorted(_of_one_type(plan), key=lambda a: (-a.steps_per_s, a.name)))
 
 
-def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
-    """Return the best plan on ``count`` devices of one type, or ``None``."""
+def one_type(plan: Plan, device: Device, count: int) -> Plan | None:
+    """Return the best plan on ``count`` devices of one kind, or ``None``. They stand in the fleet's own nodes, and in
+    further ones as large as the largest of these."""
+    kind = _kind(device)
+    own = [replace(node, device=kind) for node in plan.fleet.nodes if _kind(node.device) == kind]
+    largest = max(node.num_devices for node in own)
+    own += [Node(name=f"further {i}", device=kind, num_devices=largest) for i in range(count // largest + 1)]
+    nodes: list[Node] = []
+    while left := count - sum(node.num_devices for node in nodes):
+        nodes.append(replace(own[len(nodes)], num_devices=min(own[len(nodes)].num_devices, left)))
+    nodes = [replace(node, device=replace(kind, node_size=max(n.num_devices for n in nodes))) for node in nodes]
+    bound, tail = plan.problem.max_staleness, plan.problem.tail
+    spec = PlanSpec(model=plan.model, workload=plan.workload, max_staleness=bound, tail=tail)
+    fleet = replace(plan.fleet, nodes=tuple(nodes), budget_per_hour=None)
     try:
-        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+        return make_plan(alone(fleet, range(len(nodes))), spec) if nodes else None
     except PlanError:
         return None
-    return solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model)
+
+
+def _kind(device: Device) -> Device:
+    """Return what devices of different types have in common if these differ only in their nodes."""
+    return replace(device, name=device.name.partition("@")[0], node_size=1)
 
 
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:
-    """Plan as many devices of one type as the plan's cost buys; if prices are missing, as many as the fleet has."""
+    """Plan as many devices of one kind as the plan's cost buys; if prices are missing, as many as the fleet has."""
     money = plan.solution.cost_per_hour
-    for device, stock in plan.fleet.stock.items():
-        count, name = stock, f"the fleet's {device.name} alone"
+    first = {_kind(device): device for device in reversed(plan.fleet.devices)}
+    keys = Counter(kind.name for kind in first)
+    for kind, device in first.items():
+        name = kind.name if keys[kind.name] == 1 else device.name
+        count = sum(node.num_devices for node in plan.fleet.nodes if _kind(node.device) == kind)
+        label = f"the fleet's {name} alone"
         if money is not None and device.price_per_hour is not None:
             count = int(money / device.price_per_hour * (1 + 1e-9))
-            name = f"{device.name} alone, for the same money"
-        found = one_type(plan, device, count) if count else None
-        if found is not None:
-            yield _alternative(name, *found)
-
-
-def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
-    used = devices_used(problem, solution)
-    return Alternative(
-        name=name,
-        steps_per_s=solution.steps_per_s,
-        cost_per_hour=solution.cost_per_hour,
-        devices={s.device: used[s.device] for s in problem.supplies if s.device in used},
-    )
+            label = f"{name} alone, for the same money"
+        if (found := one_type(plan, device, count)) is not None:
+            yield Alternative(
+                name=label,
+                steps_per_s=found.solution.steps_per_s,
+                cost_per_hour=found.solution.cost_per_hour,
+                devices={name: sum(found.used.values())},
+            )

@@ -54,7 +54,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     everything = tuple(range(len(fleet.nodes)))
     ways = [fleet] if spec.launchable else _typings(fleet)
     for typed, nodes in ((way, nodes) for way in ways for nodes in (everything, *_parts(way))):
-        part = _alone(typed, nodes)
+        part = alone(typed, nodes)
         for inside in _forms(part) if best is None or _may_beat(spec, part, best) else ():
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
@@ -141,7 +141,8 @@ def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
     return sorted({nodes for nodes in found if 0 < len(nodes) < whole}, key=lambda nodes: (len(nodes), nodes))
 
 
-def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
+def alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
+    """Return the fleet with only these of its nodes and the links between them."""
     kept = tuple(fleet.nodes[i] for i in nodes)
     names = {node.name for node in kept}
     return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))
@@ -192,7 +193,7 @@ def _islands(topology: Topology) -> list[tuple[int, ...]]:
 def best_of_rounds(spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: tuple[str, ...] = ()) -> Plan:
     """Return the best plan found that may use all of ``nodes``, of the plans that train in each node of the types
     ``inside``. Raises ``PlanError`` if nothing satisfies the limits."""
-    part, topology, model, target = _alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
+    part, topology, model, target = alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
     fastest = "there is none either"
     networks: dict[str, Link] = {}
     met: list[Problem] = []

@@ -390,7 +390,7 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
     if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
         raise RunError(
             f"{journal.path} knows the batches of steps {sorted(ledger.batches)} up to step {ledger.next_step}, which"
-            f" does not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
+            f" does not fit a checkpoint at step {step}; resume from another one, or start a new run from it"
         )
     state.apply(event)
     taken: list[Event] = [event]

@@ -110,7 +110,7 @@ def _doing_without(folder: Path) -> str:
     damaged = [str(folder)]
     for path in others:
         if _is_whole(path):
-            return f"delete {' and '.join(damaged)} to resume from {path.name}"
+            return f"delete {' and '.join(damaged)} to resume from {path.name}, or start a new run with --model.path {path}"
         damaged.append(str(path))
     return "no other is intact: restore one, or start a new run"
 
@@ -158,7 +158,7 @@ def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping
         if (old := manifest.identity[key]) != (new := wanted[key]):
             raise ModelError(
                 f"checkpoint {str(folder)!r} was written with {key} = {old!r}, now it is {new!r}: "
-                "restore the setting, or start a new run with the checkpoint as its model folder"
+                "restore the setting, or start a new run with what rollover export RUN FOLDER makes of it as its model"
             )
 
 

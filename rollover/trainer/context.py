@@ -125,11 +125,12 @@ class RowShare:
         )
 
     def whole_rows(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Exchange heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H``."""
+        """Exchange heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H`` and ``D``."""
         size = self.context.size
-        parts_CnhD = torch.cat([x.unflatten(1, (size, -1)) for x in own], dim=2).transpose(0, 1)
-        rows: Tensor = _Exchange.apply(self.context, parts_CnhD)
-        return rows.flatten(0, 1).split([x.shape[1] // size for x in own], dim=1)
+        parts_CnF = torch.cat([x.unflatten(1, (size, -1)).flatten(2) for x in own], dim=2).transpose(0, 1)
+        rows: Tensor = _Exchange.apply(self.context, parts_CnF)
+        of_each = rows.flatten(0, 1).split([x[0].numel() // size for x in own], dim=1)
+        return [row.unflatten(1, (-1, x.shape[2])) for row, x in zip(of_each, own, strict=True)]
 
     def own_positions(self, row: Tensor) -> Tensor:
         """Exchange positions for heads: ``[N, H / C, D]`` becomes ``[n, H, D]``."""

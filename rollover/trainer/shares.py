@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from rollover.trainer.balancing import by_longest_first
 from rollover.trainer.hub_names import Parts, joined
 from rollover.trainer.world import World
 from rollover.weights.base import unmade
+
+CHECK_S = 5.0
+"""How often a rank that writes looks whether its file has grown."""
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
@@ -63,7 +68,22 @@ def write_share(
         tensors: by name; DTensors are gathered.
     """
     own = {**(extra or {}), **own_tensors(world, tensors, owned_by)}
-    save_file(own, path, metadata={"format": "pt"})
+    with ThreadPoolExecutor(1) as writer:
+        writing, before = writer.submit(save_file, own, path, metadata={"format": "pt"}), -1
+        while not wait([writing], CHECK_S).done:
+            if (blocks := _blocks(path.parent)) != before:
+                before = blocks
+                world.tick()
+        writing.result()
+
+
+def _blocks(folder: Path) -> int:
+    """Return how much space the files of a folder take, some of which may be renamed meanwhile."""
+    blocks = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            blocks += path.stat().st_blocks
+    return blocks
 
 
 def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[str, int]) -> dict[str, Tensor]:

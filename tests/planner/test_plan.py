@@ -237,3 +237,23 @@ def test_alternatives_spend_the_same_money(plan: Plan) -> None:
         assert alone.cost_per_hour is not None
         assert alone.cost_per_hour <= money * (1 + 1e-9)
     assert all(a.steps_per_s <= plan.solution.steps_per_s * 1.002 for n, a in found.items() if "same money" not in n)
+
+
+def test_a_fleet_of_one_type_is_its_own_alternative() -> None:
+    """A slow network, of which a plan uses what pays."""
+    nodes = """
+network = { gbit_s = 0.1 }
+[[nodes]]
+name = "a"
+device = "h20"
+num_devices = 3
+[[nodes]]
+name = "b"
+device = "h20"
+num_devices = 1
+"""
+    lengths = workload.read_workload("light-8k", num_groups=8, group_size=8)
+    made = make_plan(fleet(nodes), PlanSpec(model=MODEL, workload=lengths, max_staleness=2))
+    (found,) = alternatives(made)
+    assert found.devices == {"h20": sum(made.used.values())}
+    assert found.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.01)

@@ -154,15 +154,17 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Pat
     with pytest.raises(ModelError) as raised:
         make_trainer(folder, resume_from=saved)
     assert str(saved / name) in str(raised.value) and " is damaged" in str(raised.value)
-    assert str(raised.value).endswith(f"delete {saved} to resume from step_0")
+    assert str(raised.value).endswith(
+        f"delete {saved} to resume from step_0, or start a new run with --model.path {saved.parent / 'step_0'}"
+    )
 
 
 @pytest.mark.parametrize(
     ("damaged", "mend"),
     [
-        ({"4"}, "delete {4} to resume from step_3"),
-        ({"4", "3"}, "delete {4} and {3} to resume from step_2"),
-        ({"4", "2"}, "delete {4} to resume from step_3"),
+        ({"4"}, "delete {4} to resume from step_3, or start a new run with --model.path {3}"),
+        ({"4", "3"}, "delete {4} and {3} to resume from step_2, or start a new run with --model.path {2}"),
+        ({"4", "2"}, "delete {4} to resume from step_3, or start a new run with --model.path {3}"),
         ({"4", "3", "2"}, "no other is intact: restore one, or start a new run"),
     ],
 )

@@ -125,6 +125,14 @@ def test_ranks_train_and_save_what_one_process_does(three: RankPool, family: str
         assert_alike(other, alone)
 
 
+def test_ranks_share_rows_of_heads_that_have_other_sizes_for_values(two: RankPool, tmp_path: Path) -> None:
+    make_experts(tmp_path, "deepseek_v3")
+    settings = {"folder": tmp_path, "given": [make_batch(num_groups=5)], "algorithm": "dapo", "micro_batch_tokens": 40}
+    alone = train(None, **settings)
+    for other in two.call(train, **settings, num_devices=2, context_parallel=2):
+        assert_alike(other, alone)
+
+
 def test_ranks_train_adapters_as_one_process_does_and_publish_them_merged(two: RankPool, tmp_path: Path) -> None:
     make_experts(tmp_path)
     given = [make_batch(step=step, num_groups=5) for step in range(2)]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rollover.errors import ModelError
 from rollover.hf.weights import read_weight_infos
+from rollover.trainer import shares
 from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
 from rollover.trainer.shares import write_index
 from rollover.trainer.world import World
@@ -123,6 +129,26 @@ def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
 
 def begin_nothing(world: World, *, folder: Path, saved: Path) -> None:
     make_trainer(folder, world=world, adam_epsilon=EPSILON).write_share(saved)
+
+
+def test_a_rank_makes_progress_only_while_what_it_writes_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = np.zeros(1, dtype=np.uint64)
+    looks, found, written = [True, False, True, False, False], [], threading.Event()
+
+    def wait(futures: list[Future[None]], timeout_s: float) -> SimpleNamespace:
+        found.append(int(progress[0]))
+        if looks and looks.pop(0):
+            with (tmp_path / ".tmp").open("ab") as file:
+                file.write(bytes(1 << 20))
+                os.fsync(file)
+        elif not looks:
+            written.set()
+        return SimpleNamespace(done=set() if looks else set(futures))
+
+    monkeypatch.setattr(shares, "wait", wait)
+    monkeypatch.setattr(shares, "save_file", lambda *_, **__: written.wait())
+    shares.write_share(World(progress=progress), {"w": torch.ones(1)}, tmp_path / "model.safetensors", {"w": 0})
+    assert found == [1, 2, 2, 3, 3]
 
 
 def test_another_number_of_ranks_is_refused_where_bits_matter(

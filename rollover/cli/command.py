@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -111,12 +112,14 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(str(super().convert(value, param, ctx)))
         try:
-            file.exists()
             is_there = file.parent.is_dir()
+            is_writable = os.access(file if file.exists() else file.parent, os.W_OK)
         except OSError as error:
             self.fail(f"{file}: cannot be written: {error.strerror}", param, ctx)
         if not is_there:
             self.fail(f"{file}: the folder {str(file.parent)!r} does not exist", param, ctx)
+        if not is_writable:
+            self.fail(f"{file}: may not be written here: choose another place", param, ctx)
         return file
 
 

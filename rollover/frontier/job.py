@@ -92,7 +92,7 @@ def simulate(request: StudyRequest) -> None:
             jobs=request.jobs,
             progress=progress,
         )
-    checked = () if recorded is None else (_checked(found, recorded),)
+    checked = () if recorded is None else (_checked(request, found, recorded),)
     _say(console, found, checked)
     if request.page is not None:
         console.print(f"page: {write_page(request.page, report.render_study(found, checked))}")
@@ -162,10 +162,12 @@ def _engine(
     return replica, note, "s" if is_timed else "c0"
 
 
-def _checked(found: Study, recorded: Recorded) -> str:
-    """Return how accurate the model of the run is."""
+def _checked(request: StudyRequest, found: Study, recorded: Recorded) -> str:
+    """Return how accurate the model of the run is, without the options that ask for another one."""
     measured = recorded.tokens_per_s(min(found.length.warmup, recorded.num_steps - 1))
-    simulated = found.current.mean("tokens_per_s")
+    own = _setup(StudyRequest(run=request.run), recorded)
+    (point,) = Bench(own, found.length, request.seeds, map, lambda what, done, total: None).points("", [own.rollout])
+    simulated = point.mean("tokens_per_s")
     return (
         f"The run trained {measured:,.0f} tokens/s; simulated under its own setting it trains {simulated:,.0f}"
         f" ({simulated / measured - 1:+.0%}): expect the other figures to be off by a similar amount"

@@ -90,12 +90,14 @@ def _packed_plotly() -> str:
 
 
 def write_page(path: Path, text: str, *, private: bool = False) -> Path:
-    """Replace ``path`` in one move, so that a reader never sees half a page. ``private``: for its owner alone."""
-    part = path.with_name(path.name + ".part")
+    """Replace ``path`` in one move, so that a reader never sees half a page; a link leads to the new one.
+    ``private``: for its owner alone."""
+    target = path.resolve()
+    part = target.with_name(target.name + ".part")
     if private:
         make_private(part)
     part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    os.replace(part, target)
     return path
 
 

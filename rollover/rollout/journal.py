@@ -332,8 +332,10 @@ def read_events(
     """
     if not path.is_file():
         raise RunError(f"{path} does not exist; is {path.parent} the directory of a run?")
+    is_closed = not path.with_name(f"{path.name}-wal").exists()
+    fixed = "&immutable=1" if is_closed and not os.access(path.parent, os.W_OK) else ""  # needs no file beside it
     try:
-        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro{fixed}", uri=True, isolation_level=None)
         try:
             db.execute("BEGIN")  # one snapshot
             _check_format(db, path, create=False)

@@ -144,7 +144,7 @@ def _arguments(plan: Plan, kind: str, c: ReplicaKind, context: int) -> list[str]
     share = f"{plan.fleet.by_name[c.device].efficiency.memory:g}"
     if kind in _SIZES:
         tensor, pipeline = _SIZES[kind]
-        sizes = [tensor, str(c.tp), *([pipeline, str(c.pp)] if c.pp > 1 else [])]
+        sizes = [tensor, str(c.tp), pipeline, str(c.pp)]  # a setting of launch_args comes before these
         if kind == "vllm":
             return [*sizes, "--max-model-len", str(context), "--gpu-memory-utilization", share]
         return [*sizes, "--context-length", str(context), "--mem-fraction-static", share]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollover import cli
 from rollover.errors import ConfigError, DataError, RunError
 from rollover.frontier.replay import Recorded, read_recorded
 from rollover.frontier.settings import check_strategies, default_strategies, setting
@@ -102,6 +104,18 @@ def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
     assert found.scenario.filter_zero_signal
     assert found.scenario.accuracy == pytest.approx(0.1, rel=0.15)
     assert "filter dropped 6" in found.notes[-1]
+
+
+def test_options_do_not_change_how_accurate_the_model_of_the_run_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = small(scenario=Scenario(replicas=(TRUE,)))
+    run = recorded_run(tmp_path / "run", replace(setup, rollout=setting("sync", setup, None)), 8)
+    said = []
+    for options in ((), ("--batch-size", "2")):
+        assert cli.main(["simulate", "--from", str(run), "--strategies", "sync", "--seeds", "1", *options]) == 0
+        said.append(re.search(r"The run trained [^:]*", " ".join(capsys.readouterr().out.split())))
+    assert said[0] is not None and said[1] is not None and said[0][0] == said[1][0]
 
 
 def rewritten(run: Path, **changes: Any) -> Recorded:

@@ -195,6 +195,19 @@ def test_a_reader_sees_what_a_writer_has_appended_so_far(tmp_path: Path) -> None
     journal.close()
 
 
+def test_a_closed_journal_is_read_from_a_disk_that_takes_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append(some_events(2))
+    journal.close()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    reading = read_events(journal.path)
+    assert next(reading)[0] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.sqlite"]
+    assert len(list(reading)) == 1
+
+
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("this is no journal, but long enough to look like a file of some sort" * 40)

@@ -269,4 +269,5 @@ def make_private(file: Path) -> None:
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _OWNER_ONLY))
     except FileExistsError:
         with suppress(PermissionError):
-            file.chmod(_OWNER_ONLY)
+            if not file.is_dir():
+                file.chmod(_OWNER_ONLY)

@@ -23,6 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 SAMPLED_PROMPTS = 2048
 """Groups drawn to cut lengths into buckets."""
+_MOST_SIBLINGS = 4096
 
 
 def read_workload(
@@ -59,6 +60,8 @@ def _check(settings: Mapping[str, Any]) -> None:
     for key in ("num_groups", "group_size"):
         if settings[key] < 1:
             raise PlanError(f"{key} must be at least 1, got {settings[key]}")
+    if settings["group_size"] > _MOST_SIBLINGS:
+        raise PlanError(f"group_size must be at most {_MOST_SIBLINGS}, got {settings['group_size']}")
     for key in ("reward_s", "held_s", "pause_s"):
         if settings.get(key, 0.0) < 0:
             raise PlanError(f"{key} must be at least 0 seconds, got {settings[key]:g}")

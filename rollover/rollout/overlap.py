@@ -64,7 +64,7 @@ def best_overlapped_rounds(
     rounds = []
     for stop in stops_of(tokens_PG.max(axis=1), _LEVELS):
         phases = _Phases(tokens_PG, stop)
-        for m in range(1, min((max_staleness + 1) // phases.most, MOST_BATCHES) + 1):
+        for m in range(1, min((max_staleness + 1) // phases.most, MOST_BATCHES, len(tokens_PG)) + 1):
             most_untrained = min(m, max_staleness + 1 - m * phases.most)
             found = phases.rounds(m, most_untrained, batch_size, machine)
             rounds += found

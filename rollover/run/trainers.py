@@ -134,7 +134,7 @@ def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
         if section.device not in ("auto", "cpu"):
             from rollover.trainer.models import pick_device
 
-            pick_device(section.device)
+            pick_device(section.device, section.section)
         return
     from rollover.trainer.devices import rank_devices
 

@@ -29,14 +29,20 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def reporting_out_of_memory(config: StepConfig) -> Iterator[None]:
-    """Turn PyTorch's out-of-memory errors into ``ResourceError``."""
+def reporting_out_of_memory(config: StepConfig, *, loading: bool = False) -> Iterator[None]:
+    """Turn PyTorch's out-of-memory errors into ``ResourceError``; while the model is loaded, smaller passes do not
+    help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         allocation = "can't allocate memory" in str(error) or "not enough memory" in str(error)
         if not (allocation or isinstance(error, MemoryError | torch.OutOfMemoryError)):
             raise
+        if loading:
+            raise ResourceError(
+                f"the model does not fit the memory ({str(error).splitlines()[0]}): choose a smaller one, or set"
+                f" {config.section}.num_devices or {config.section}.offload"
+            ) from error
         raise ResourceError(
             f"training ran out of memory: "
             f"lower {config.section}.micro_batch_tokens (now {config.micro_batch_tokens})"

@@ -72,7 +72,7 @@ class LocalTrainer:
         self._config = config = setup.config
         self._algorithm = setup.algorithm
         self._world = world
-        self._device = pick_device(config.device)
+        self._device = pick_device(config.device, config.section)
         self._version = 0
         self._lease = Lease()
         self._is_whole = True
@@ -88,7 +88,7 @@ class LocalTrainer:
         elif resume_from is not None:
             threads = torch.get_num_threads()
             self._version = self._setup.check_resumable(resume_from, initial, num_threads=threads)
-        with reporting_out_of_memory(config):
+        with reporting_out_of_memory(config, loading=True):
             self._policy = open_policy(
                 config,
                 initial,

@@ -27,8 +27,9 @@ from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.proof import attention_of, prove
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device that a config names; ``auto`` prefers a GPU. Raises ``ConfigError`` when it does not exist."""
+def pick_device(name: str, section: str = "trainer") -> torch.device:
+    """Return the device that a section of the config names; ``auto`` prefers a GPU. Raises ``ConfigError`` when it does
+    not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,7 +37,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"trainer.device {name!r} cannot be used ({reason}); set 'auto' or 'cpu'") from error
+        raise ConfigError(f"{section}.device {name!r} cannot be used ({reason}); set 'auto' or 'cpu'") from error
     return device
 
 

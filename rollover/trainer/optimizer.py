@@ -53,14 +53,15 @@ def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
     Raises ``RolloverError`` when the norm is not finite, with the weights untouched, and when the step produced a
     weight that is not finite.
     """
+    remedy = (
+        f"start a new run, perhaps with a checkpoint as its model.path, with a lower {config.section}.learning_rate"
+        f" (now {config.learning_rate:g})"
+    )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     grad_norm = float(norm)
     if not math.isfinite(grad_norm):
-        raise RolloverError(
-            f"training diverged: the gradient norm is {grad_norm}; start a new run, perhaps with a"
-            f" checkpoint as its model.path, with a lower {config.section}.learning_rate (now {config.learning_rate:g})"
-        )
+        raise RolloverError(f"training diverged: the gradient norm is {grad_norm}; {remedy}")
     if grad_norm == 0:
         return grad_norm
     if config.max_grad_norm > 0:
@@ -70,7 +71,6 @@ def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
     optimizer.step()
     if not math.isfinite(float(torch.nn.utils.get_total_norm([p.detach() for p in parameters]))):
         raise RolloverError(
-            f"training diverged: a step with learning rate {rate:g} made weights that are not finite; lower"
-            f" {config.section}.learning_rate (now {config.learning_rate:g}) and resume from the last checkpoint"
+            f"training diverged: a step with learning rate {rate:g} made weights that are not finite; {remedy}"
         )
     return grad_norm

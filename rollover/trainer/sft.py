@@ -73,9 +73,9 @@ class SFTTrainer:
         self._world = world
         check_suits(setup.config, read_model_config(folder))
         self._context = open_context(world, setup.config.context_parallel)
-        self._device = pick_device(device or setup.config.device)
+        self._device = pick_device(device or setup.config.device, setup.config.section)
         self._companions = read_companions(folder)
-        with reporting_out_of_memory(setup.config):
+        with reporting_out_of_memory(setup.config, loading=True):
             self._policy: FullPolicy | ShardedPolicy
             if world.mesh is None:
                 self._policy = FullPolicy(setup.config, folder, initial=folder, needs_ref=False, device=self._device)

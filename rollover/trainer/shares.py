@@ -27,7 +27,7 @@ from rollover.trainer.world import World
 from rollover.weights.base import unmade
 
 CHECK_S = 5.0
-"""How often a rank that writes looks whether its file has grown."""
+"""Time between two looks at whether what a rank writes has grown."""
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:

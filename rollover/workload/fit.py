@@ -154,7 +154,9 @@ def _maximum(data: _Data, *, drifts: bool) -> _Maximum:
 
     y = data.log_ended
     share_cut = len(data.log_cut) / (len(data.log_cut) + len(y))
-    start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), 0.0, _logit(max(share_cut / 2, 1e-3))]
+    alone = data.num_prompts == len(data.log_cut) + len(y)  # without siblings every icc is as likely: it is taken as 0
+    start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), _LOGIT_ICC[0] if alone else 0.0]
+    start += [_logit(max(share_cut / 2, 1e-3))]
     start += [0.0] * drifts
     found: Any = minimize(
         lambda p: -_log_likelihood(data, p, drifts=drifts) / len(y),

@@ -51,6 +51,13 @@ def test_samples_cut_off_before_their_end_do_not_shorten_the_law() -> None:
     assert np.median(finished) < 0.8 * LAW.median_tokens
 
 
+def test_responses_without_siblings_have_nothing_in_common() -> None:
+    trace = drawn(LAW, 300, seed=5)
+    alone = tuple(replace(prompt, lengths=prompt.lengths[:1]) for prompt in trace.prompts)
+    found = fit(replace(trace, prompts=alone))
+    assert found.law.icc == 0 and "icc" not in found.standard_errors
+
+
 def test_the_likelihood_is_the_integral_over_the_prompts_effect() -> None:
     mu, sigma, icc, q, cap = 5.0, 0.7, 0.4, 0.1, 300
     prompts = ((120, 300, 250), (300, 300), (90,), (80, 200, 200), (60, 70))

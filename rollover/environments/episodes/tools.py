@@ -17,7 +17,7 @@ from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_CALLS = 32
 """Calls of one turn that are made."""

@@ -110,7 +110,8 @@ def _doing_without(folder: Path) -> str:
     damaged = [str(folder)]
     for path in others:
         if _is_whole(path):
-            return f"delete {' and '.join(damaged)} to resume from {path.name}, or start a new run with --model.path {path}"
+            new = f"start a new run with --model.path {path}"
+            return f"delete {' and '.join(damaged)} to resume from {path.name}, or {new}"
         damaged.append(str(path))
     return "no other is intact: restore one, or start a new run"
 

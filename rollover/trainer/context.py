@@ -125,7 +125,7 @@ class RowShare:
         )
 
     def whole_rows(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Exchange heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H`` and ``D``."""
+        """Exchange heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, of any ``H`` and ``D``."""
         size = self.context.size
         parts_CnF = torch.cat([x.unflatten(1, (size, -1)).flatten(2) for x in own], dim=2).transpose(0, 1)
         rows: Tensor = _Exchange.apply(self.context, parts_CnF)

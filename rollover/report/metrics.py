@@ -144,7 +144,7 @@ def _decode(line: bytes, where: str) -> MetricRow:
         if kind not in get_args(Kind):
             raise ValueError(f"unknown kind {kind!r}")
         values = {k: math.nan if v is None else float(v) for k, v in fields.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         raise RunError(f"{where} is not a metrics row ({e!r}); remove that line to read the rest") from e
     return MetricRow(kind=cast(Kind, kind), step=step, time_s=time_s, values=values)
 

@@ -48,7 +48,7 @@ def read(file: Path, name: str | None = None) -> Document:
     """Parse ``file``; raises ``ConfigError`` naming file, line and column."""
     name = name or str(file)
     try:
-        text = file.read_bytes().decode()
+        text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
     except UnicodeDecodeError as error:
@@ -110,7 +110,10 @@ def _statements(text: str) -> list[tuple[int, str]]:
             start = number
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
+        is_inside = bool(pending)
         pending += line + "\n"
+        if is_inside and not any(end in line for end in ('"""', "'''", "]", "}")):
+            continue
         try:
             tomllib.loads(pending)
         except tomllib.TOMLDecodeError:

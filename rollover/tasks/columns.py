@@ -79,10 +79,10 @@ class ColumnMap:
         self._answer_key = f"answer_column of source {settings.source!r}"
         names = [name for name in PROMPT_COLUMNS if name != ALPACA[1] or not has_value(first, ALPACA[0])]
         chosen = settings.prompt or _choose(first, names, key=self._prompt_key, where=where)
-        if settings.prompt is None and chosen == ALPACA[0] and ALPACA[1] in first:
-            chosen = ALPACA[:2]
+        if settings.prompt is None and chosen == ALPACA[0] and (ALPACA[1] in first or isinstance(first[chosen], str)):
+            chosen = ALPACA[:2]  # later rows may have both
         self._paths = (chosen,) if isinstance(chosen, str) else chosen
-        for path in self._paths:
+        for path in () if settings.prompt is None else self._paths:
             if not is_there(first, path):
                 raise _lacking(first, path, key=self._prompt_key, where=where)
         self.parts = self._paths if len(self._paths) > 1 else ()
@@ -105,12 +105,8 @@ class ColumnMap:
         # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
-        for name in () if settings.whole or settings.keep is not None else _SYSTEM:
-            if name not in (*self._paths, *self._needed) and isinstance(text := first.get(name), str) and text.strip():
-                raise DataError(
-                    f"{where}: the model would not read column {name!r}: write it as the first message of the row, or"
-                    f" name the columns to keep, without it, in keep_columns of source {settings.source!r}"
-                )
+        read = {*self._paths, *self._needed} if settings.keep is None and not settings.whole else set(_SYSTEM)
+        self._unread = [name for name in _SYSTEM if name not in read]
         self.content(first, where)
         self.travelling = tuple(self.kept(first, where))
         """The columns of the first row that travel with its prompt, and the name under which functions get the reply
@@ -124,6 +120,12 @@ class ColumnMap:
         for name in self._needed:
             if name not in row:  # null is a value that functions may know how to handle
                 raise _lacking(row, name, key=self._function_key, where=where)
+        for name in self._unread:
+            if isinstance(text := row.get(name), str) and text.strip():
+                raise DataError(
+                    f"{where}: the model would not read column {name!r}: write it as the first message of the row, or"
+                    f" name the columns to keep, without it, in keep_columns of source {self._settings.source!r}"
+                )
         if self.prompt is None:
             return joined(row, self.parts, where)
         value = self._prompt_of(row, where)

@@ -78,7 +78,10 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_read_as_nan(tmp_path: P
     assert series(rows, "step", "loss") == () and series(rows, "step", "lr") == ((0, 1.0, 0.5),)
 
 
-@pytest.mark.parametrize("bad", ["{}", "[1]", "not json", '{"kind": "other", "step": 1, "time_s": 0}'])
+OTHER, FAR = '{"kind": "other", "step": 1, "time_s": 0}', '{"kind": "step", "step": 1e400, "time_s": 0}'
+
+
+@pytest.mark.parametrize("bad", ["{}", "[1]", "not json", OTHER, FAR])
 def test_a_damaged_line_is_named_with_file_and_number(tmp_path: Path, bad: str) -> None:
     _write(tmp_path, {0: 0.1})
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,13 @@ def test_every_key_of_a_written_document_has_a_line(data: dict[str, object]) -> 
 
 def test_an_unset_key_is_written_as_a_comment() -> None:
     assert dumps({"a": None, "b": 1, "t": {"c": None}}) == "b = 1\n# unset: a\n\n[t]\n# unset: c\n"
+
+
+def test_a_long_text_is_parsed_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of Windows, whose first bytes say so."""
+    real, parsed = tomllib.loads, []
+    monkeypatch.setattr(tomllib, "loads", lambda text: parsed.append(text) or real(text))
+    (tmp_path / "run.toml").write_text('text = """\n' + "a line\n" * 500 + '"""\nseed = 1\n', encoding="utf-8-sig")
+    document = read(tmp_path / "run.toml")
+    assert document.lines == {("text",): 1, ("seed",): 503}
+    assert len(parsed) < 8

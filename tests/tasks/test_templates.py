@@ -245,8 +245,9 @@ def test_several_columns_make_up_a_prompt() -> None:
     assert columns.question(row | {"body": ""}, "row 1").content == "add"
 
 
-def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not() -> None:
-    first = {"instruction": "add", "input": "", "output": "3"}
+@pytest.mark.parametrize("begun", [{"input": ""}, {}])
+def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not(begun: dict[str, str]) -> None:
+    first = {"instruction": "add", **begun, "output": "3"}
     columns = ColumnMap(ColumnSettings(source="data", needs_answer=True), first, "row 0")
     assert columns.question(first, "row 0").content == "add"
     assert columns.question(first | {"input": "1, 2"}, "row 1").content == "add\n\n1, 2"
@@ -257,6 +258,9 @@ def test_a_system_column_that_no_model_would_read_is_refused() -> None:
     row = {"prompt": "2+2", "system": "You are a poet.", "answer": "4"}
     with pytest.raises(DataError, match=r"row 0: the model would not read column 'system': .*keep_columns of source"):
         ColumnMap(ColumnSettings(source="data"), row, "row 0")
+    begun = ColumnMap(ColumnSettings(source="data"), row | {"system": ""}, "row 0")
+    with pytest.raises(DataError, match=r"row 7: the model would not read column 'system'"):
+        begun.question(row, "row 7")
     for settings in (
         ColumnSettings(source="data", keep=("answer",)),
         ColumnSettings(source="data", needed=("system",)),

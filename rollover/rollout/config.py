@@ -70,7 +70,7 @@ class Limits:
     """Limits on how long and how often the driver tolerates failures.
 
     Examples:
-        A run in which nothing is decoded or scored for two minutes ends:
+        A run in which nothing is decoded for two minutes ends:
 
         >>> Limits(stall_timeout_s=120.0).max_retries
         3
@@ -79,7 +79,7 @@ class Limits:
     save_every_tokens: int = 256
     """A running sample's tokens reach the journal at least this often."""
     stall_timeout_s: float = 600.0
-    """Longest time without a token or a reward."""
+    """Longest time without a token, while no environment or scorer is at work."""
     abort_timeout_s: float = 60.0
     """Longest time that the engine may take to stop calls."""
     max_retries: int = 3

@@ -97,10 +97,9 @@ class Consumers:
     async def _go_on(self, sample_id: SampleId) -> None:
         """Have whatever is due for its reward scored, and act."""
         due = self._due(sample_id)
-        if self._turn is not None:
-            await self._score(due)
-        else:
-            self._start_scoring(due)
+        self._start_scoring(due)
+        if self._turn is not None and due:
+            await asyncio.wait([self.scoring[due[0]]])
         self._act()
 
     # -- turns -----------------------------------------------------------------------------------------------

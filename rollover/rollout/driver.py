@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 
@@ -171,7 +171,8 @@ class RolloutDriver:
         """Return the next batch, consumed and journaled. After a restart, the recorded ones come first.
 
         Raises:
-            EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
+            EngineTimeout: nothing was decoded for ``stall_timeout_s``, and no environment or scorer was at work; names
+                the samples.
             EngineError: the engine does not work: every running sample failed, one of them more than ``max_retries``
                 times.
             DataError: every sample fails, or a reward function is wrong.
@@ -319,7 +320,7 @@ class RolloutDriver:
                 continue
             self._changed.clear()
             idle_s = self._clock.now_s() - max(self._last_progress_s, self._consumers.last_result_s)
-            if self._consumers.answering:  # which has deadlines of its own
+            if self._consumers.are_busy:  # environments and scorers have deadlines of their own
                 idle_s = 0.0
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
@@ -330,14 +331,10 @@ class RolloutDriver:
                     await self._changed.wait()
 
     def _stalled(self, idle_s: float) -> str:
-        def names(ids: Iterable[SampleId]) -> str:
-            return ", ".join(str(i) for i in sorted(ids)[:8]) or "none"
-
-        scoring = self._consumers.scoring
+        names = ", ".join(str(i) for i in sorted(self._calls)[:8]) or "none"
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
-            f" {len(self._calls)} samples decoding: {names(self._calls)};"
-            f" {len(scoring)} being scored: {names(scoring)}; the engine is {self._engine!r}"
+            f" {len(self._calls)} samples decoding: {names}; the engine is {self._engine!r}"
         )
 
     async def _stop_all(self) -> None:

@@ -83,7 +83,7 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
     ``rollout/failed_mean_tokens`` is the mean length of the samples that have failed, if there are any.
     """
     tokens = ledger.tokens
-    starts = [v for counts in (ledger.starts_of_open, ledger.starts_of_ready) for v, n in counts.items() if n]
+    starts = [*ledger.starts_of_open, *ledger.starts_of_ready]
     return {
         "rollout/decoded_tokens": tokens.decoded,
         "rollout/trained_tokens": tokens.trained,

@@ -14,9 +14,6 @@ class EnginePlaces:
     Args:
         ledger: of the samples.
         max_staleness: the strategy's bound, from which the engine knows when a training step waits for a sample.
-
-    Example: ``EnginePlaces(engine, ledger, sampling, 4).reserve(SampleId(7, 0), 3, num_waiting=12)`` returns 5: the
-    sample starts under version 5, and the step that begins with version 9 waits for it.
     """
 
     def __init__(self, placement: CallPlacement, ledger: Ledger, sampling: SamplingParams, max_staleness: int) -> None:

@@ -82,10 +82,7 @@ class GroupRules:
 
 
 class SamplePlacement(Protocol):
-    """The places for samples in an engine whose members come and go and serve several versions of the weights.
-
-    Example: ``reserve(SampleId(7, 0), 3)`` returns 4: the sample's next call is with a member that serves version 4.
-    """
+    """The places for samples in an engine whose members come and go and serve several versions of the weights."""
 
     def room(self) -> int:
         """Return how many samples can be decoded at the same time at present."""

@@ -54,7 +54,8 @@ class SharedConfig:
     """A running sample's tokens are written to the journal at least this often; a killed process loses no more than
     this per sample."""
     stall_timeout_s: Changeable[float] = 600.0
-    """Time without any token or reward after which the run stops and names the samples it is waiting for."""
+    """Time without any token after which the run stops and names the samples it is waiting for. The time that
+    environments and rewards take does not count: they have deadlines of their own."""
     max_retries: Changeable[int] = 3
     """Consecutive engine failures, without a token in between, that one sample survives; each time it resumes from its
     last streamed token."""

@@ -35,7 +35,8 @@ def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Pla
     for c, group in zip(active, settings["cluster"]["engines"], strict=True):
         kind = plan.problem.replica_kinds[c]
         assert (group["count"], group["max_running"]) == (plan.solution.replicas[c], kind.batch_cap)
-        assert group["args"][:4] == ["--tensor-parallel-size", str(kind.tp), "--max-model-len", str(512 + longest)]
+        sizes = ["--tensor-parallel-size", str(kind.tp), "--pipeline-parallel-size", str(kind.pp)]
+        assert group["args"][:6] == [*sizes, "--max-model-len", str(512 + longest)]
         assert group["resources"] == {}  # one type of device alone
     assert len({group["max_running"] for group in settings["cluster"]["engines"]}) == len(active)
 

@@ -11,10 +11,7 @@ from rollover.trainer.leading import RankLost
 def answers(ray: Any, asked: Sequence[Any], *, timeout_s: float) -> list[Any]:
     """Return what the hosts answer that were asked at the start, each within ``timeout_s``.
 
-    Raises ``RankLost`` naming the first rank whose host does not answer in time, fails or was lost.
-
-    Example: ``answers(ray, [actor.node.remote() for actor in actors], timeout_s=600.0)`` is the node of each rank.
-    """
+    Raises ``RankLost`` naming the first rank whose host does not answer in time, fails or was lost."""
     return [_answer(ray, each, f"rank {rank} of {len(asked)}", timeout_s) for rank, each in enumerate(asked)]
 
 

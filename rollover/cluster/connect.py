@@ -43,8 +43,6 @@ def connect(config: ClusterConfig) -> Any:
         MissingExtra: Ray is not installed.
         ConfigError: no cluster answers at the address within ``placement_timeout_s``, its Ray or Python is another, or
             this process belongs to another cluster already.
-
-    Example: ``connect(ClusterConfig(address="10.0.0.1:6379")).nodes()`` lists the nodes of that cluster.
     """
     require("ray", purpose="[cluster]")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # says that Ray need not warn of this change

@@ -59,9 +59,6 @@ class ClusterServer:
 
     Args:
         resources: what it takes of a node.
-
-    Example: ``engine-2`` is given a place on whatever node has ``{"GPU": 2.0, "h20": 1.0}``; when that node is removed,
-    ``await server.gone()`` is true, and ``start`` gives it a place on another.
     """
 
     def __init__(

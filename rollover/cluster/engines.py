@@ -21,11 +21,7 @@ C = TypeVar("C", bound=ServerConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineForm:
-    """The place that one engine server takes, and the settings in which it differs from the others.
-
-    Example: with ``launch_args = ["--tensor-parallel-size", "2"]`` and ``engine_resources = {h20 = 1}`` the form of
-    every server has ``devices == 2`` and ``resources == {"h20": 1.0}``.
-    """
+    """The place that one engine server takes, and the settings in which it differs from the others."""
 
     devices: int
     """GPUs; CPUs on a cluster without any."""

@@ -19,10 +19,7 @@ _OTHER_FORMATS = frozenset((".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFiles:
-    """Files of a folder, with digests by which another machine tells whether it has the same.
-
-    Example: ``SharedFiles.of_model(Path("/shared/qwen3-8b")).are_here()`` is true on the nodes that share the disk.
-    """
+    """Files of a folder, with digests by which another machine tells whether it has the same."""
 
     folder: Path
     digests: Mapping[str, str]
@@ -57,10 +54,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return a digest of the size of a file and of samples of it; "" if there is none. Small files are read whole.
-
-    Example: two checkpoints of one model differ in it, as their weights differ nearly everywhere.
-    """
+    """Return a digest of the size of a file and of samples of it; "" if there is none. Small files are read whole."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

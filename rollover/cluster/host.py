@@ -26,11 +26,7 @@ from rollover.trainer.staging import Staging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A host says this of itself first.
-
-    Example: the host of rank 0 on 10.0.0.1 has ``address`` "10.0.0.1", ``port`` 40123 and ``descriptor`` 9: the ranks
-    meet there.
-    """
+    """A host says this of itself first."""
 
     node_id: str
     address: str

@@ -52,10 +52,7 @@ def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes
     """Return what the ranks need: each a GPU if the cluster has them, or else one CPU, and ``trainer_resources``.
 
     Raises ``ConfigError`` for a device that ranks cannot have, and for GPUs that this build of PyTorch cannot use; all
-    nodes have the same build.
-
-    Example: ``NodeDemand(what="the trainer", keys=..., bundle={"GPU": 1.0, "h100": 1.0}, count=8)``
-    """
+    nodes have the same build."""
     kind, key = config.device, f"{config.section}.device"
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(

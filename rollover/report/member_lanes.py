@@ -35,10 +35,7 @@ class MemberSpan:
 
 @dataclass(frozen=True, slots=True)
 class VersionChange:
-    """A member's first token of other weights than before.
-
-    Example: ``VersionChange(time_s=12.0, before=3, after=4, idle_s=0.4)``: it had decoded nothing since 11.6 s.
-    """
+    """A member's first token of other weights than before."""
 
     time_s: float
     before: int

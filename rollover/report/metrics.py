@@ -113,10 +113,7 @@ def accuracies_by_dataset(rows: Iterable[MetricRow]) -> list[str]:
 
 
 def standard_error_of(name: str) -> str:
-    """Name the standard error of an accuracy or a pass@k.
-
-    Example: ``standard_error_of("accuracy/gsm8k") == "accuracy_se/gsm8k"``.
-    """
+    """Name the standard error of an accuracy or a pass@k."""
     head, slash, dataset = name.partition("/")
     return f"{head}_se{slash}{dataset}"
 

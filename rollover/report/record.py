@@ -18,11 +18,7 @@ JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run as recorded in its directory. Secrets in the config and in the reasons of failures are blanked.
-
-    Example: ``record.name == "quickstart"``, ``record.config["rollout"]["group_size"] == 8``,
-    ``record.metrics[0].step == 0``.
-    """
+    """One run as recorded in its directory. Secrets in the config and in the reasons of failures are blanked."""
 
     name: str
     config: Mapping[str, Any]

@@ -52,10 +52,7 @@ class DecodedSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Time a sample with tokens spent stopped: parked, or after a crash waiting for the restart.
-
-    Example: ``Gap(start_s=3.5, end_s=5.0)``: parked for 1.5 s.
-    """
+    """Time a sample with tokens spent stopped: parked, or after a crash waiting for the restart."""
 
     start_s: float
     end_s: float
@@ -63,11 +60,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acting:
-    """Time in which the environment of an episode acted.
-
-    Example: ``Acting(start_s=3.5, end_s=3.6, num_tokens=14)``: a tool took a tenth of a second, and its answer 14
-    tokens.
-    """
+    """Time in which the environment of an episode acted."""
 
     start_s: float
     end_s: float
@@ -153,10 +146,7 @@ class ConsumedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The whole run. Tuples are in order of time; samples in order of their ids.
-
-    Example: ``active == ((0.0, 64), (1.5, 63))``: 64 samples were at the engine for 1.5 s, then 63.
-    """
+    """The whole run. Tuples are in order of time; samples in order of their ids."""
 
     samples: tuple[SampleTrace, ...]
     """Samples that decoded something."""

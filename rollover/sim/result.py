@@ -108,11 +108,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """Counters of a run that only grow.
-
-    Example: between ``Meter(now_s=10.0, sample_s=640.0)`` and ``Meter(now_s=30.0, sample_s=2240.0)``, 80 samples ran on
-    average.
-    """
+    """Counters of a run that only grow."""
 
     now_s: float = 0.0
     iterations: float = 0.0

@@ -47,10 +47,7 @@ def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
 def check_listening(config: SwarmConfig) -> str:
     """Try the address, the certificate and its key. Returns the address as workers join it.
 
-    Raises ``ConfigError`` when the port is in use, or the certificate and the key cannot be used together.
-
-    Example: ``"wss://0.0.0.0:8790"``
-    """
+    Raises ``ConfigError`` when the port is in use, or the certificate and the key cannot be used together."""
     from rollover.engine.ports import listen_on
 
     listen_on(config.address, setting="engine.listen").close()

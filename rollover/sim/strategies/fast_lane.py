@@ -24,10 +24,7 @@ _ACTIVE = (SampleState.WAITING, SampleState.RUNNING, SampleState.PARKED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastLane(Concurrency):
-    """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane.
-
-    Example: with ``fast_lane=16``, a sample goes to the lane if fewer than 16 unfinished samples are older.
-    """
+    """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane."""
 
     fast_lane: int
     """Maximum number of samples in the fast lane."""

@@ -24,11 +24,7 @@ _FINISHED = (SampleState.FINISHED, SampleState.SCORED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Sync):
-    """``sync`` in another order.
-
-    Example: a group whose first sample ended after 900 tokens starts its siblings before one whose first sample ended
-    after 200.
-    """
+    """``sync`` in another order."""
 
     def samples_to_start(self, view: View) -> list[SampleId]:
         startable = [*view.ledger.parked, *view.ledger.waiting]

@@ -98,11 +98,7 @@ class SharedTable(Generic[T]):
 
 
 class Credentials:
-    """The tokens of a run's workers, in ``file``.
-
-    Example: ``Credentials(run / "swarm/workers.json").add("laptop", key).text`` is the one time that the token is
-    shown.
-    """
+    """The tokens of a run's workers, in ``file``."""
 
     def __init__(self, file: Path) -> None:
         self._table = SharedTable(file, str, remedy="delete it and give the workers new tokens")
@@ -142,11 +138,7 @@ class BlockedWorker:
 
 
 class Blocklist:
-    """The blocked workers of a run by name, in ``sent_away.json`` of the swarm's folder.
-
-    Example: after ``Blocklist(run / "swarm").add("laptop", "its log-probs are 0.2 nats off")`` the laptop is in
-    ``listed()``, even in later starts of the run.
-    """
+    """The blocked workers of a run by name, in ``sent_away.json`` of the swarm's folder."""
 
     def __init__(self, folder: Path) -> None:
         remedy = "delete it, and workers that were sent away may join again"

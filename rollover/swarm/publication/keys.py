@@ -36,10 +36,7 @@ def open_key(file: Path) -> Ed25519PrivateKey:
 
 
 def secret_of(key: Ed25519PrivateKey, purpose: str) -> bytes:
-    """Return 32 bytes that only the owner of a publisher's key can derive, the same in each process of the run.
-
-    Example: ``secret_of(key, "rollover.swarm.samples.v1")``
-    """
+    """Return 32 bytes that only the owner of a publisher's key can derive, the same in each process of the run."""
     return hmac.digest(key.private_bytes_raw(), purpose.encode(), sha256)
 
 

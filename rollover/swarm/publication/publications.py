@@ -20,11 +20,7 @@ from rollover.swarm.wire.messages import Head
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedWeights:
-    """One publication as it was made.
-
-    Example: ``PublishedWeights(version=8, manifest="9c1e...", kind="delta", reason="it is made from version 7",
-    wire_bytes=81_264, full_bytes=9_437_184, elapsed_s=0.4)`` changed so little that 81 kB bring version 7 to version 8.
-    """
+    """One publication as it was made."""
 
     version: int
     manifest: str
@@ -62,11 +58,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PublicationLog:
-    """The kept publications of a run, in ``file``.
-
-    Example: after versions 1 (full), 2 and 3 (deltas), ``PublicationLog(file, run_id="sums", keep_versions=1).kept``
-    has all three, since version 3 rests on the others.
-    """
+    """The kept publications of a run, in ``file``."""
 
     def __init__(self, file: Path, *, run_id: str, keep_versions: int) -> None:
         self._file, self._run_id, self._keep_versions = file, run_id, keep_versions

@@ -16,11 +16,7 @@ _SCHEMES = {"ws": "ws", "http": "ws", "wss": "wss", "https": "wss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorAddress:
-    """An address at which a coordinator listens.
-
-    Example: ``CoordinatorAddress.parse("https://swarm.example:8443").session_url`` is
-    ``"wss://swarm.example:8443/v1/session"``.
-    """
+    """An address at which a coordinator listens."""
 
     scheme: str
     netloc: str

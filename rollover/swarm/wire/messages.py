@@ -66,10 +66,7 @@ class Head(_Message, frozen=True, kw_only=True):
 
 
 class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call whose tokens a worker still holds, since they were not acknowledged.
-
-    Example: ``HeldCall(call_id="8f3a.g4.1#7.", sample_key="g4.1.", start=256, end=300)`` offers 44 response tokens.
-    """
+    """A call whose tokens a worker still holds, since they were not acknowledged."""
 
     call_id: str
     sample_key: str
@@ -82,10 +79,7 @@ class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """The first message of a connection.
-
-    Example: ``Hello(protocols=(2,), software="rollover 0.2.0")`` of a worker that has not met this run before.
-    """
+    """The first message of a connection."""
 
     protocols: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_PROTOCOLS)]
     """Versions of the protocol that the worker speaks."""
@@ -267,10 +261,7 @@ class Ack(_Message, frozen=True, kw_only=True):
 
 
 class Release(_Message, frozen=True, kw_only=True):
-    """These calls are no longer wanted: stop them and forget their tokens.
-
-    Example: ``Release(call_ids=("8f3a.g4.1#7.",))`` for a held call of a group that was dropped.
-    """
+    """These calls are no longer wanted: stop them and forget their tokens."""
 
     call_ids: tuple[str, ...]
 

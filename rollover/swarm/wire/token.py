@@ -85,8 +85,6 @@ def member_of(text: str, hashes: Mapping[str, str]) -> str | None:
 
     Args:
         hashes: ``WorkerToken.hash`` by name, of the tokens that are valid.
-
-    Example: ``member_of("rw1.laptop...", {"laptop": "51fa..."})`` is ``"laptop"`` when the hashes agree.
     """
     if len(text) > _MAX_BYTES or (match := _FORM.fullmatch(text)) is None:
         return None

@@ -158,10 +158,7 @@ class HeldCalls:
 
 
 class ServedHeads:
-    """The part of a ``Hello`` about the versions that held tokens may claim.
-
-    Example: a worker that serves version 9 and holds tokens of version 7 names 7, 8 and 9.
-    """
+    """The part of a ``Hello`` about the versions that held tokens may claim."""
 
     def __init__(self, held: HeldCalls) -> None:
         self._held = held

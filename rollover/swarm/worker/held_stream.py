@@ -91,9 +91,6 @@ class HeldStream:
 
     Args:
         assign: the call, which decodes after its ``response_ids``.
-
-    Example: a stream that has been given 300 tokens, of which 256 were acknowledged, offers ``HeldCall(call_id="c",
-    sample_key="g4.1.", start=256, end=300, is_running=True)``.
     """
 
     def __init__(self, assign: messages.Assign) -> None:

@@ -91,10 +91,7 @@ async def _only_here(request: Request, call_next: RequestResponseEndpoint) -> Re
 
 
 def names_this_machine(host: str) -> bool:
-    """Return whether a Host header names this machine, with whatever port: a tunnel may have changed that.
-
-    Example: ``"localhost:9000"`` and ``"[::1]:8791"`` do, ``"evil.example:8791"`` does not.
-    """
+    """Return whether a Host header names this machine, with whatever port: a tunnel may have changed that."""
     match = re.fullmatch(r"(?:\[(?P<ipv6>[0-9a-fA-F:]+)\]|(?P<name>[^:\s]+))(?::\d{1,5})?", host)
     return match is not None and is_loopback((match["ipv6"] or match["name"]).lower())
 

@@ -9,7 +9,7 @@ The journal contains every group and batch; from slime itself only the position 
 checkpoint that slime wrote without being able to report it, because it was killed in between, is as good as any.
 
 Invariants: batch ``s`` is slime's rollout ``first_rollout + s``; a run continues in the directory of
-``--save``, and a directory of ``--load`` elsewhere is copied and left as it was.
+``--save``, and a directory of ``--load`` elsewhere is copied once and left as it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import RunError, parse_json
-from rollover.run.directory import replace_json
+from rollover.report.record import read_config
+from rollover.run.directory import is_run, replace_json
 
 FOLDER = "rollover"
 """The run's directory within slime's ``--save``."""
@@ -83,11 +84,7 @@ class SlimeProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """The place where a run resumes.
-
-    Example: after rollout 9, with the data source restored to its state at that time:
-    ``Beginning(folder=Path("ckpt/rollover"), progress=..., step=10, restore=9, position=480)``
-    """
+    """The place where a run resumes."""
 
     folder: Path | None
     """The run's directory; ``None`` when slime saves nothing."""
@@ -110,7 +107,7 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
         rollout_id: the last rollout that slime's checkpoint includes, -1 without a checkpoint.
     """
     folder = None if save is None else Path(save) / FOLDER
-    source = None if folder is None else _find(load, folder)
+    source = None if folder is None else _find(load, folder, rollout_id)
     if source is None or (progress := SlimeProgress.read(source)) is None or rollout_id + 1 < progress.first_rollout:
         if folder is not None and SlimeProgress.read(folder) is not None:
             raise RunError(
@@ -127,7 +124,10 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
                 f"{folder} holds the rollouts of another run than {source}, which is to be resumed: move it away, or"
                 " give this run another --save"
             )
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("lock"))
+        part = folder.with_name(f".{FOLDER}.part")  # what a copy that was cut off has left is begun anew
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(source, part, ignore=shutil.ignore_patterns("lock"))
+        part.rename(folder)
     restore, position = progress.first_rollout - 1, 0
     for saved_behind, cursor in progress.cursors.items():
         if restore < saved_behind <= rollout_id:
@@ -141,9 +141,21 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
     )
 
 
-def _find(load: str | None, folder: Path) -> Path | None:
-    """Return the directory of the run to resume: that of the checkpoint or, before the first one, that of a run that
-    was killed."""
-    if load is not None and (loaded := Path(load) / FOLDER).exists():
-        return folder if folder.exists() and folder.samefile(loaded) else loaded
-    return folder if folder.exists() else None
+def _find(load: str | None, folder: Path, rollout_id: int) -> Path | None:
+    """Return the directory of the run to resume: ``folder`` if an earlier start of the run has made it, else the one of
+    the checkpoint. A run that begins with rollout 0 takes only the weights from ``load``."""
+    if load is None or rollout_id < 0 or not (loaded := Path(load) / FOLDER).exists():
+        return folder if folder.exists() else None
+    return folder if folder.exists() and _continues(folder, loaded, rollout_id) else loaded
+
+
+def _continues(folder: Path, loaded: Path, rollout_id: int) -> bool:
+    """Return whether ``folder`` has the run in ``loaded`` as it was after a rollout: it is the same, or its copy."""
+    if folder.samefile(loaded):
+        return True
+    copy, original = SlimeProgress.read(folder), SlimeProgress.read(loaded)
+    if copy is None or original is None or not (is_run(folder) and is_run(loaded)):
+        return False
+    began = [read_config(path)["meta"].get("started") for path in (folder, loaded)]
+    passed = {(saved_behind, cursor) for saved_behind, cursor in original.cursors.items() if saved_behind <= rollout_id}
+    return began[0] == began[1] and copy.first_rollout == original.first_rollout and passed <= set(copy.cursors.items())

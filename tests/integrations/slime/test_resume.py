@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from rollover.integrations.slime.resume import Beginning, SlimeProgress, beginni
 RUN = SlimeProgress(first_rollout=0, cursors={4: 30, 9: 55})
 
 
-def written(folder: Path, progress: SlimeProgress = RUN) -> str:
+def written(folder: Path, progress: SlimeProgress = RUN, started: str = "today") -> str:
     (folder / "rollover").mkdir(parents=True)
     progress.write(folder / "rollover")
+    (folder / "rollover/config.json").write_text(json.dumps({"meta": {"started": started}}))
     (folder / "rollover/journal.sqlite").write_bytes(b"events")
     return str(folder)
 
@@ -65,10 +67,45 @@ def test_a_run_that_is_to_go_on_elsewhere_is_copied(tmp_path: Path) -> None:
     assert SlimeProgress.read(tmp_path / "one/rollover") == RUN
 
 
+def test_a_copy_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    source = written(tmp_path / "one")
+    (tmp_path / "two/.rollover.part").mkdir(parents=True)
+    (tmp_path / "two/.rollover.part/metrics").write_text("half")
+    beginning(source, str(tmp_path / "two"), 9)
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["rollover"]
+    assert not (tmp_path / "two/rollover/metrics").exists()
+
+
+@pytest.mark.parametrize(
+    ("load_after", "step", "restore"), [(9, 10, 9), (4, 5, 4)], ids=["before its first checkpoint", "from an older one"]
+)
+def test_a_copy_goes_on_although_load_is_still_the_original(
+    tmp_path: Path, load_after: int, step: int, restore: int
+) -> None:
+    one, two = written(tmp_path / "one"), str(tmp_path / "two")
+    beginning(one, two, load_after)
+    (tmp_path / "two/rollover/journal.sqlite").write_bytes(b"more events")
+    again = beginning(one, two, load_after)
+    assert (again.folder, again.step, again.restore) == (tmp_path / "two/rollover", step, restore)
+    assert (tmp_path / "two/rollover/journal.sqlite").read_bytes() == b"more events"
+
+
+def test_a_run_that_starts_from_the_weights_of_another_takes_none_of_its_rollouts(tmp_path: Path) -> None:
+    earlier, new = written(tmp_path / "one"), str(tmp_path / "two")
+    start = beginning(earlier, new, -1)
+    assert (start.progress, start.step, start.restore) == (SlimeProgress(), 0, None)
+    assert not (tmp_path / "two").exists()
+    written(tmp_path / "two", SlimeProgress(), "later")  # killed before its first checkpoint
+    assert beginning(earlier, new, -1).progress == SlimeProgress()
+
+
 def test_the_directory_of_another_run_is_not_written_over(tmp_path: Path) -> None:
-    one, two = written(tmp_path / "one"), written(tmp_path / "two")
-    with pytest.raises(RunError, match=r"two/rollover holds the rollouts of another run than .*one/rollover"):
-        beginning(one, two, 9)
+    one = written(tmp_path / "one")
+    branch = SlimeProgress(first_rollout=0, cursors={4: 30, 9: 56})
+    for name, progress, started in (("two", RUN, "yesterday"), ("three", branch, "today")):
+        other = written(tmp_path / name, progress, started)
+        with pytest.raises(RunError, match=rf"{name}/rollover holds the rollouts of another run than .*one/rollover"):
+            beginning(one, other, 9)
     late = written(tmp_path / "late", SlimeProgress(first_rollout=20))
     with pytest.raises(RunError, match="a different run, not the one that resumes after rollout 9"):
         beginning(None, late, 9)

@@ -91,10 +91,7 @@ OpenParts = Callable[[], AbstractAsyncContextManager[FeedParts]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """The longest waits of a host, in seconds; the stall limit of ``batch`` is ``rollout.stall_timeout_s``.
-
-    Example: ``Deadlines(update_timeout_s=60.0)`` gives an engine a minute to load weights.
-    """
+    """The longest waits of a host, in seconds; the stall limit of ``batch`` is ``rollout.stall_timeout_s``."""
 
     open_timeout_s: float = 1800.0
     """For opening the parts: an engine may read a large model from a slow disk."""

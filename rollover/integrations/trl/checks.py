@@ -41,7 +41,9 @@ def steps_per_batch(args: Any) -> int:
 
 def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
     """Return the settings of a run that TRL's arguments determine."""
+    masks = "GRPOConfig.mask_truncated_completions, which masks responses that do not end at an end token,"
     return {
+        **({"rollout.stop_strings": Given([], masks)} if args.mask_truncated_completions else {}),
         "seed": Given(args.seed, "GRPOConfig.seed"),
         "rollout.rollout_batch_size": Given(
             args.generation_batch_size // group_size, "GRPOConfig.generation_batch_size / num_generations"

@@ -53,8 +53,6 @@ class VerlReplicas:
 
     Args:
         max_context_tokens: prompt and response together.
-
-    Example: ``replicas.begin(version=12, global_steps=32)``, and then calls whose tokens have version 12.
     """
 
     def __init__(

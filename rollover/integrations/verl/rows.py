@@ -33,9 +33,6 @@ class VerlRows:
         group_size: responses to each prompt.
         refill: lets the trainer submit that many more, which then arrive through ``add``.
         chunk: how many it can submit at a time.
-
-    Example: after ``rows.add(batch)`` of 32 prompts ``rows.prompt(31)`` is the last of them, and ``rows.prompt(32)``
-    asks the trainer for more.
     """
 
     def __init__(
@@ -58,7 +55,13 @@ class VerlRows:
             self._uids.append(uid)
 
     def _refuse(self, row: Row) -> None:
-        """Refuse a prompt whose columns would make verl's own agent loop behave differently."""
+        """Refuse a prompt with media, and one whose columns would make verl's own agent loop behave differently."""
+        contents = [message["content"] for message in row["raw_prompt"] if isinstance(message["content"], list)]
+        if row.get("multi_modal_data") or any(part["type"] != "text" for parts in contents for part in parts):
+            raise DataError(
+                f"prompt {row['uid']} has images or other media, and Rollover gives verl's replicas only text:"
+                " choose another dataset"
+            )
         for column, followed in (
             ("__rollout_n__", self._group_size),
             ("__do_sample__", True),

@@ -88,8 +88,6 @@ class VerlRun:
     Args:
         first_step: verl's number of the last training step that its checkpoint includes; 0 without one.
         folder: the directory of the run.
-
-    Example: ``run.batch(global_steps=21)`` is the first batch of a run that resumes after verl's step 20.
     """
 
     def __init__(

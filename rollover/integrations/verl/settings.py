@@ -74,6 +74,7 @@ def verl_settings(config: Any) -> VerlSettings:
         "rollout.group_size": Given(rollout.n, "actor_rollout_ref.rollout.n"),
         "rollout.max_new_tokens": Given(rollout.response_length, "actor_rollout_ref.rollout.response_length"),
         "rollout.temperature": Given(rollout.temperature, "actor_rollout_ref.rollout.temperature"),
+        "rollout.stop_strings": Given([], "verl, whose replicas end responses only at tokens,"),
     }
     hosted = hosted_config(asked, given, source=SOURCE)
     if hosted.rollout.strategy.overlaps_training:

@@ -91,6 +91,10 @@ def test_steps_that_trl_counts_later_are_refused_before_any_decoding(
         ({"rollout": {"temperature": 0.7}}, r"rollout\.temperature is 0\.7, but GRPOConfig\.temperature sets it to 1"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p is 0\.9, but TRL sets it to 1\.0"),
         ({"rollout": {"group_size": 3}}, r"rollout\.group_size is 3, but GRPOConfig\.num_generations sets it to 4"),
+        (
+            {"rollout": {"stop_strings": ["."]}},
+            r"rollout\.stop_strings is .*mask_truncated_completions, .* sets it to \[\]",
+        ),
         ({"rollout": {"unit": "sample"}}, r"rollout\.unit is 'sample', but TRL sets it to 'group'"),
     ],
 )
@@ -98,7 +102,7 @@ def test_settings_of_rollover_that_are_not_trls(
     tiny_model: Path, tmp_path: Path, asked: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        trainer(tiny_model, tmp_path, asked=asked)
+        trainer(tiny_model, tmp_path, asked=asked, mask_truncated_completions=True)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
         (own, {"sampler_kwargs": {"rollover": {"engine": {}}}}, "engine has no effect"),
         (own, {"sampler_kwargs": {"rollover": "inflight"}}, "replicas sleep then"),
         (own, {"sampler_kwargs": {"rollover": {"rollout": {"group_size": 2}}}}, "rollout.n sets it to 4"),
+        (own, {"sampler_kwargs": {"rollover": {"rollout": {"stop_strings": ["."]}}}}, "leave rollout.stop_strings out"),
         (own, {"sampler_kwargs": {"rollover": {"max_running": 0}}}, "max_running must be at least 1"),
         (own, {"sampler_kwargs": {"rollover": 3}}, "expected the name of a strategy"),
     ):
@@ -198,6 +199,8 @@ def test_a_prompt_that_asks_for_something_else_is_refused() -> None:
         ("__rollout_n__", [2], "__rollout_n__ is 2, and .* every prompt has 4"),
         ("__do_sample__", [False], "__do_sample__ is False"),
         ("agent_name", NonTensorData(), "agent_name is tool_agent, and .* single_turn_agent"),
+        ("multi_modal_data", [{"image": ["cat.png"]}], "prompt a has images"),
+        ("raw_prompt", [[{"content": [{"type": "text"}, {"type": "image"}]}]], "prompt a has images"),
     ):
         rows = VerlRows(lambda messages: [1], print, group_size=GROUP, chunk=3)
         with pytest.raises(DataError, match=words):

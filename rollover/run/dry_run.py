@@ -16,6 +16,7 @@ from rollover.report.samples import blanked
 from rollover.run.config import RunConfig, check_context
 from rollover.run.reference_scores import reference_scores
 from rollover.settings.plain import resolved
+from rollover.trainer.config import StepConfig
 from rollover.types import Prompt
 
 _SHOWN_TOKENS = 120
@@ -66,6 +67,7 @@ def _model(config: RunConfig) -> Iterator[str]:
 def _warmup(config: RunConfig) -> Iterator[str]:
     if config.sft is not None:
         yield f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples"
+        yield from _rising(config.sft, config.sft.num_steps)
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
@@ -76,6 +78,16 @@ def _steps(config: RunConfig) -> Iterator[str]:
     )
     yield f"strategy {r.strategy.kind}: {r.strategy.describe(r)}, staleness at most {r.staleness_bound} versions"
     yield f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}"
+    yield from _rising(config.trainer, config.steps)
+
+
+def _rising(section: StepConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a learning rate that is still rising when training ends."""
+    if section.warmup_steps > num_steps:
+        yield (
+            f"warning: {section.section}.warmup_steps ({section.warmup_steps}) is above the {num_steps} steps, so the"
+            f" learning rate never reaches {section.section}.learning_rate ({section.learning_rate:g})"
+        )
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:

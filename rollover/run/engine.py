@@ -68,10 +68,7 @@ def check_engine(config: RunConfig) -> list[str]:
 
 
 def sending_device(config: RunConfig) -> str | None:
-    """Return the GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way.
-
-    Example: "cuda:1" for ``trainer.device = "cuda:1"``, and "cuda:0" if the trainer is in processes of its own.
-    """
+    """Return the GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way."""
     if config.engine.weight_transfer != "nccl":
         return None
     if is_sharded(config.trainer) or config.cluster is not None:

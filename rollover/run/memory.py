@@ -26,10 +26,7 @@ _ON_CLUSTER = " on the cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The most bytes that a run takes on one device, by purpose.
-
-    Example: ``DeviceMemory(device="cuda:0", capacity=80 * 2**30, parts={"weights": 2**30})`` fits.
-    """
+    """The most bytes that a run takes on one device, by purpose."""
 
     device: str
     capacity: int | None

@@ -56,11 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The open parts of a run, as the loop uses them.
-
-    Example: within ``async with open_session(config, run, progress) as session``, ``session.version`` is 0 for a new
-    run and 40 for a run that resumes from the checkpoint ``step_40``.
-    """
+    """The open parts of a run, as the loop uses them."""
 
     config: RunConfig
     trainer: Trainer

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSync:
-    """Publishes weights and stops using engines that do not sample from them.
-
-    Example: after ``await sync.publish()`` with a trainer at version 7, every engine in use samples from version 7 and
-    has passed the log-prob check.
-    """
+    """Publishes weights and stops using engines that do not sample from them."""
 
     trainer: Trainer
     publisher: Publisher

@@ -14,10 +14,7 @@ LOGITS = "logits.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkMeeting:
-    """The place where ranks on several machines meet.
-
-    Example: rank 1 on 10.0.0.2 meets the others with ``NetworkMeeting(host="10.0.0.1", port=40123, own="10.0.0.2")``.
-    """
+    """The place where ranks on several machines meet."""
 
     host: str
     """Address of the machine of rank 0."""

@@ -34,8 +34,8 @@ def pick_device(name: str, section: str = "trainer") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError) as error:
+        torch.empty(0, dtype=torch.float64, device=device)  # of rewards and metrics
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{section}.device {name!r} cannot be used ({reason}); set 'auto' or 'cpu'") from error
     return device

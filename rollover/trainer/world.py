@@ -25,10 +25,7 @@ from rollover.errors import RolloverError
 
 
 class PeerLost(RolloverError, RuntimeError):
-    """A collective failed because another rank has ended, hangs or does something else.
-
-    Example: ``rank 0 of 2 waited 600 s for rank 1 (log-probs): ...``
-    """
+    """A collective failed because another rank has ended, hangs or does something else."""
 
 
 def is_of_collective(error: BaseException) -> bool:

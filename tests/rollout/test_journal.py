@@ -229,6 +229,10 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         list(read_events(tmp_path / "missing.sqlite"))
     with pytest.raises(ResourceError, match=r"cannot open .*is its folder there"):
         Journal(tmp_path / "no such folder" / "journal.sqlite")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ResourceError, match="cannot open"):
+        Journal(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755, "a folder keeps its permissions"
 
 
 def test_a_full_disk_is_a_clear_error_and_writes_nothing(tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ def test_the_target_lies_between_two_rounds_within_the_bound(training: float, ta
     assert older.iterations_per_batch <= younger.iterations_per_batch
 
 
+def test_few_lengths_describe_rounds_of_few_batches() -> None:
+    lengths = RecentLengths(((300, 20), (40, 35)))
+    younger, older = best_overlapped_rounds(
+        lengths, target_lag=2.0, max_staleness=4, batch_size=2, machine=Machine(training=20.0, b0=8.0)
+    )
+    assert older.num_batches <= 2 and younger.lag <= 2.0 and math.isfinite(older.lag)
+
+
 def test_all_phases_at_once_are_the_sum_of_each() -> None:
     draw = np.random.default_rng(3)
     found = _Phases(draw.integers(1, 400, (40, 4)).astype(np.float64), 60.0)

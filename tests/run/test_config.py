@@ -337,6 +337,22 @@ def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, .
                 yield [*kind, *more]
 
 
+@pytest.mark.parametrize(("section", "num_steps"), [("trainer", 60), ("sft", 1000)])
+def test_a_learning_rate_that_never_reaches_its_peak_is_told(section: str, num_steps: int) -> None:
+    def told(warmup_steps: int) -> bool:
+        key = f"{section}.warmup_steps"
+        lines = dry_run(build_config("quickstart", [f"--{key}", str(warmup_steps)]))
+        return any(line.startswith(f"warning: {key} ({warmup_steps}) is above the {num_steps} steps") for line in lines)
+
+    assert told(num_steps + 1) and not told(num_steps)
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "sft.device"])
+def test_a_device_that_is_not_there_is_told_under_its_own_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} 'cuda:99' cannot be used"):
+        dry_run(build_config("quickstart", [f"--{key}", "cuda:99"]))
+
+
 def test_a_dry_run_of_fine_tuning_describes_that_alone() -> None:
     told = "\n".join(dry_run(build_config("quickstart"), "sft"))
     assert "warm-up: 1000 supervised steps" in told and "sft source" in told

@@ -232,6 +232,18 @@ def test_running_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pyt
     assert trainer.version == 0
 
 
+def test_a_model_that_does_not_fit_is_not_advised_to_train_smaller_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rollover.trainer.local.open_policy", full)
+    with pytest.raises(ResourceError, match=r"does not fit .*set trainer\.num_devices or trainer\.offload") as raised:
+        make_trainer(folder)
+    assert "micro_batch_tokens" not in str(raised.value)
+
+
 def test_impossible_settings_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="mini_batches is 5 but the batch has only 4 groups"):
         make_trainer(folder, mini_batches=5).step(make_batch())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollover.errors import ModelError
+from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import read_companions
-from rollover.trainer.models import named_weights, open_model, save_model
+from rollover.trainer.models import named_weights, open_model, pick_device, save_model
 from tests.trainer.builders import make_folder
 
 
@@ -30,6 +30,19 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path: Path, changes: dict
     rewrite(make_folder(tmp_path), **changes)
     with pytest.raises(ModelError, match=message):
         open_model(tmp_path)
+
+
+def test_a_device_without_float64_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def of_mps(*sizes: int, dtype: torch.dtype | None = None, **given: Any) -> torch.Tensor:
+        if dtype is torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return empty(*sizes, dtype=dtype, **given)
+
+    monkeypatch.setattr(torch, "empty", of_mps)
+    with pytest.raises(ConfigError, match=r"^sft\.device 'cpu' cannot be used \(Cannot convert a MPS"):
+        pick_device("cpu", "sft")
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> None:

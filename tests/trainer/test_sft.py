@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from rollover.errors import DataError
+from rollover.errors import ConfigError, DataError
 from rollover.trainer import ranks
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.models import open_model
@@ -194,3 +194,8 @@ def test_too_few_examples_are_an_error_and_no_model_is_left(folder: Path, tmp_pa
     with pytest.raises(DataError, match=r"ran out at step 1 of 2: lower sft\.num_steps"):
         run_sft(folder, EXAMPLES, config(num_steps=2, batch_size=5), output=tmp_path / "o")
     assert not (tmp_path / "o").exists()
+
+
+def test_a_device_that_is_not_there_is_told_under_its_own_key(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^sft\.device 'warp' cannot be used"):
+        run_sft(folder, EXAMPLES, config(device="warp"), output=tmp_path / "o")

@@ -330,7 +330,7 @@ def test_a_skipped_batch_makes_a_version_with_the_former_state(folder: Path, tmp
 
 def test_what_a_step_that_raised_left_cannot_be_saved(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder, learning_rate=1e38)
-    with pytest.raises(Exception, match="diverged: a step with learning rate 1e\\+38 made weights that are not finite"):
+    with pytest.raises(Exception, match=r"a step with learning rate 1e\+38 made weights that are not finite; start a"):
         for step in range(3):
             trainer.step(make_batch(step=step))
     with pytest.raises(AssertionError, match="no version's"):

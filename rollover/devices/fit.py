@@ -34,11 +34,7 @@ _OTHER_STARTS = (0.3, 0.8, 0.1, 0.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A measured time: the median of several.
-
-    Example: ``Point(work="decode", count=8, tokens=256.0, seconds=0.021, held_out=False)`` is an iteration that decodes
-    eight samples.
-    """
+    """A measured time: the median of several."""
 
     work: Work
     """``decode``: one iteration over ``count`` samples with ``tokens`` cached tokens each. ``prefill``: one prompt of
@@ -75,10 +71,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device that the planner can use.
-
-    Example: with held-out errors of -0.04 and 0.07, ``worst`` is 0.07.
-    """
+    """A device that the planner can use."""
 
     device: Device
     errors: tuple[tuple[Point, float], ...]

@@ -22,11 +22,14 @@ import torch
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.batch import Batch, Group
 from rollover.devices.fit import Measurements, Point
+from rollover.devices.model_shape import parse
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded import sizing
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
+from rollover.errors import ModelError
 from rollover.hf.architecture import Architecture
+from rollover.hf.config import read_config
 from rollover.trainer.config import ScratchConfig, TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import pick_device
@@ -37,10 +40,7 @@ from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSizes:
-    """The points that are measured. Every other one is held out: not fitted, only predicted.
-
-    Example: of the default ``prompts`` of 128, 256, 512 and 1,024 tokens, 256 and 1,024 are held out.
-    """
+    """The points that are measured. Every other one is held out: not fitted, only predicted."""
 
     scratch: ScratchConfig
     """The model if none is given; its weights should not fit into a processor cache."""
@@ -78,6 +78,8 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
     place = pick_device(device)
     sizes = sizes or (CPU if place.type == "cpu" else GPU)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    if model is not None:
+        _check(model, sizes)
     link_s, link_latency_s = _link(place, sizes)
     with tempfile.TemporaryDirectory() as temporary:
         folder = model
@@ -97,6 +99,18 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
             link_bytes_per_s=sizes.copy_bytes / link_s,
             link_latency_s=link_latency_s,
             points=tuple(chain.from_iterable(points)),
+        )
+
+
+def _check(folder: Path, sizes: MeasuredSizes) -> None:
+    """Refuse a model that the planner cannot describe, or that is too short, before anything is measured."""
+    file, positions = folder / "config.json", Architecture.from_folder(folder).max_position_embeddings
+    parse(read_config(folder), name=folder.name, file=str(file))
+    needed = max(sizes.context_tokens + max(sizes.batches) + sizes.repeats + 1, max(sizes.prompts) + 8)
+    if positions < needed:
+        raise ModelError(
+            f"{file}: max_position_embeddings = {positions:,}, and contexts of {needed:,} tokens are measured: take a"
+            " model with longer contexts, or leave --model out"
         )
 
 
@@ -147,7 +161,7 @@ def _link(place: torch.device, sizes: MeasuredSizes) -> tuple[float, float]:
     """Return the seconds of a large copy to another device, and of the smallest one."""
     other = torch.device("cpu")
     if place.type == "cuda" and torch.cuda.device_count() > 1:
-        other = torch.device("cuda", (place.index or 0) + 1)
+        other = torch.device("cuda", ((place.index or 0) + 1) % torch.cuda.device_count())
     large = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=other, pin_memory=other.type != place.type)
     target = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=place)
     small = torch.zeros(1, dtype=torch.uint8, device=other)

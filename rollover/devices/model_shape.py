@@ -33,6 +33,8 @@ def _not_embedded(config: Mapping[str, Any]) -> str:
         return str(error)
     except KeyError as error:
         return f"its config lacks {error}"
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        return f"its config does not describe a decoder: {error}"
     return ""
 
 

@@ -14,10 +14,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection between two ends.
-
-    Example: ``Link(bytes_per_s=50e9, latency_s=2e-5)`` is a network of 400 Gbit/s.
-    """
+    """A connection between two ends."""
 
     bytes_per_s: float
     """The specified bandwidth, one way; transfers reach the fraction ``Efficiency.link`` of it."""

@@ -138,6 +138,14 @@ def test_what_is_wrong_with_a_config_is_named(change: dict[str, Any], message: s
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
+@pytest.mark.parametrize("scaling", ["yarn", {"rope_type": "linear", "factor": "4"}, {"rope_type": "llama3"}])
+def test_a_rope_that_no_engine_of_ours_can_read_is_for_others(scaling: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(SMALL | {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": scaling})
+    )
+    assert model.read_shape(tmp_path).not_embedded
+
+
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere: no such folder; give a folder with a config\.json, or a hub id"):
         model.read_shape("nowhere")

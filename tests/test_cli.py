@@ -450,3 +450,13 @@ def test_characters_that_an_encoding_lacks_are_escaped(work: Jobs, monkeypatch: 
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main(["train", "run.toml", "--dry-run", "--logging.run_name", "→"]) == 0
     assert "12 steps · 3 ± 1 µs" in (out := Path("out").read_text(encoding="latin-1")) and "\\u2192" in out
+
+
+@pytest.mark.parametrize("option", ["--json", "--out"])
+def test_a_folder_that_may_not_be_written_is_told_before_the_work(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)  # root may write everywhere
+    file = tmp_path / "found"
+    assert cli.main(["simulate", "light-8k", "--steps", "3", "--seeds", "1", option, str(file)]) == 2
+    assert f"{file}: may not be written here: choose another place" in capsys.readouterr().err

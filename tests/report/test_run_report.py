@@ -27,7 +27,7 @@ from rollover.report.colours import version_colours
 from rollover.report.comparison import compare_table
 from rollover.report.measures import evenly, lengths_by_reward, window_of, windows
 from rollover.report.metrics import MetricRow, MetricsWriter
-from rollover.report.page import Page
+from rollover.report.page import Page, write_page
 from rollover.report.plot import smoothed
 from rollover.report.record import RunRecord, read_run
 from rollover.report.run_figures import MAX_POINTS
@@ -354,3 +354,12 @@ def test_reports_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_page_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    page, link = tmp_path / "elsewhere" / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    for text in ("first", "second"):
+        assert write_page(link, text) == link and link.is_symlink() and page.read_text() == text
+    assert {path.name for path in tmp_path.rglob("*")} == {"elsewhere", "page.html", "link.html"}

@@ -74,8 +74,6 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if (self.aim == "cost") != (self.target is not None):
             raise PlanError("--aim cost needs --target, and --target needs --aim cost")
-        if self.aim == "cost" and self.budget is not None:
-            raise PlanError("--budget has no effect with --aim cost: omit one of them")
         if self.server is not None and not self.for_launch:
             raise PlanError("--server has no effect without --for-launch")
 
@@ -118,8 +116,6 @@ def _read_fleet(name: str) -> Fleet:
 
 
 def _with_budget(fleet: Fleet, request: PlanRequest) -> Fleet:
-    if request.aim == "cost":
-        return replace(fleet, budget_per_hour=None)
     budget = fleet.budget_per_hour if request.budget is None else request.budget
     missing = [device.name for device in fleet.devices if device.price_per_hour is None]
     if budget is not None and missing:

@@ -111,7 +111,6 @@ def test_numbers_out_of_range_are_refused(option: str, number: str, refused: Cal
 def test_aims_that_contradict_are_refused(refused: Callable[..., str]) -> None:
     assert "--aim cost needs --target" in refused("--aim", "cost")
     assert "--aim cost needs --target" in refused("--target", "100")
-    assert "--budget has no effect" in refused("--aim", "cost", "--target", "100", "--budget", "5")
 
 
 def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refused: Callable[..., str]) -> None:
@@ -133,8 +132,12 @@ def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refuse
 def test_what_cannot_be_reached_is_explained(refused: Callable[..., str]) -> None:
     said = refused("--aim", "cost", "--target", "100000000")
     assert re.search(r"without the target, the fastest has [\d,]+ tokens/s", said)
-    said = refused("--budget", "0.01")
-    assert "no plan satisfies its limits" in said and "budget" in said
+    assert cli.main(["plan", "fleet.toml", "--model", "model", *QUICK, "--aim", "cost", "--target", "100"]) == 0
+    for limit in (["--budget", "0.01"], ["--aim", "cost", "--target", "100", "--budget", "0.01"]):
+        said = refused(*limit)
+        assert "no plan satisfies its limits" in said and "budget" in said
+    said = refused("--aim", "cost", "--target", "100", fleet="budget_per_hour = 0.01\n" + FLEET)
+    assert "no plan satisfies its limits" in said
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_needs(folder: Path, refused: Callable[..., str]) -> None:

@@ -1,9 +1,9 @@
 """A training step's demand, made from the response lengths that a user names.
 
 Lengths are cut into buckets at quantiles, with the longest of each group and batch beside. A group is admitted and
-consumed as one, so what holds it in flight is its longest response. Without siblings in the sample their lengths are
-taken as independent, which makes the longest longer than it is if a prompt's difficulty is shared: the plan errs on
-the side of the staleness bound.
+consumed as one, so what holds it in flight is its longest response. Siblings that a record lacks repeat its others,
+which makes the longest shorter than it is. A flat sample has no siblings and is taken as independent, which makes the
+longest longer than it is if a prompt's difficulty is shared.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from rollover.rollout.lag import LagOf
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import Lengths, capped, read_lengths
+from rollover.workload.trace import Trace
 
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
@@ -134,6 +135,8 @@ def _setup(request: StudyRequest, recorded: Recorded | None) -> Setup:
         lengths = read_lengths(name, cap_tokens=cap)
         replica, note, unit = _engine(request, file, lengths, rollout, replicas)
         notes, known = (note,), Scenario(replicas=(replica,))
+    if isinstance(lengths, Trace) and (lacking := lengths.missing_siblings(rollout.group_size)):
+        notes += (lacking,)
     return Setup(
         name=name,
         lengths=lengths,

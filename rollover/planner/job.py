@@ -37,7 +37,8 @@ from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.workload.base import Workload
-from rollover.workload.source import read_lengths
+from rollover.workload.source import Lengths, read_lengths
+from rollover.workload.trace import Trace
 
 DEFAULT_WORKLOAD = "math-16k"
 
@@ -84,22 +85,25 @@ def plan(request: PlanRequest) -> None:
     console = Console(highlight=False)
     fleet = _with_budget(_read_fleet(request.fleet), request)
     model = models.read_shape(request.model)
-    lengths = workload.read_workload(
+    lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens)
+    demand = workload.specify(
         request.workload,
+        lengths.workload(),
         num_groups=request.num_groups,
         group_size=request.group_size,
-        cap_tokens=request.cap_tokens,
         reference_model=request.reference_model,
         keeps_kv=request.keeps_kv,
         reward_s=request.reward_s,
     )
-    spec = _spec(request, model, lengths)
+    spec = _spec(request, model, demand)
     with console.status("planning"):
         made = make_plan(fleet, spec)
     if not request.quick:
         with console.status("simulating, and planning alternatives"):
-            made = _checked(request, made)
+            made = _checked(lengths, made)
     show(console, made)
+    if isinstance(lengths, Trace) and (lacking := lengths.missing_siblings(request.group_size)):
+        console.print(f"- {lacking}", markup=False)
     _write(console, request, made)
 
 
@@ -137,12 +141,11 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
     )
 
 
-def _checked(request: PlanRequest, made: Plan) -> Plan:
+def _checked(lengths: Lengths, made: Plan) -> Plan:
     """Add the simulated rate and the alternatives."""
-    lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens).workload(0)
     return replace(
         made,
-        simulated_steps_per_s=check(made, lengths).steps_per_s,
+        simulated_steps_per_s=check(made, lengths.workload()).steps_per_s,
         alternatives=alternatives(made),
     )
 

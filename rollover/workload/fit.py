@@ -31,10 +31,7 @@ _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A law, the standard errors of its parameters, and its distance from the trace.
-
-    Example: with ``ks=0.012, ks_expected=0.011, ks_p95=0.016`` the law ``follows`` the trace.
-    """
+    """A law, the standard errors of its parameters, and its distance from the trace."""
 
     law: LengthLaw
     standard_errors: dict[str, float]

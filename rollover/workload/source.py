@@ -172,14 +172,24 @@ def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:
     """Return the trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap. Raises
     ``DataError`` if the file cannot be read, or one of its rows is invalid."""
     rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
-    prompts: dict[str, TracePrompt] = {}
-    longest = 1
+    found: dict[str, tuple[int, list[int], list[bool]]] = {}
     for place, row in rows:
-        prompt = _prompt(place, row, cap_tokens)
-        longest = max(longest, *prompt.lengths)
-        before = prompts.get(prompt.prompt_id)
-        prompts[prompt.prompt_id] = prompt if before is None else _joined(before, prompt)
-    return Trace(name=str(file), cap_tokens=cap_tokens or longest, prompts=tuple(prompts.values()))
+        prompt_id, prompt_tokens, lengths, finished = _prompt(place, row)
+        _, its_lengths, its_finished = found.setdefault(prompt_id, (prompt_tokens, [], []))
+        its_lengths += lengths
+        its_finished += finished
+    prompts = tuple(
+        TracePrompt(
+            prompt_id=prompt_id,
+            prompt_tokens=prompt_tokens,
+            lengths=tuple(lengths),
+            unfinished=frozenset(i for i, f in enumerate(finished) if not f),
+        )
+        for prompt_id, (prompt_tokens, lengths, finished) in found.items()
+    )
+    longest = max((n for p in prompts for n in p.lengths), default=1)
+    trace = Trace(name=str(file), cap_tokens=max(longest, cap_tokens or 1), prompts=prompts)
+    return trace if cap_tokens is None else trace.capped(cap_tokens)
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -219,7 +229,8 @@ def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{file} is not a readable Parquet file: {error}") from None
 
 
-def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> TracePrompt:
+def _prompt(place: str, row: Mapping[str, Any]) -> tuple[str, int, list[int], list[bool]]:
+    """Return the prompt of a row, its number of tokens, the lengths, and whether each response finished."""
     for key in row:
         if key not in COLUMNS:
             raise DataError(f"{place}: unknown column {key!r}{nearest(key, COLUMNS)}")
@@ -231,7 +242,7 @@ def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> Trace
     if "prompt" not in row and "length" in row:
         raise DataError(f"{place}: a sample's row needs 'prompt', so that siblings can be grouped")
     for length in lengths:
-        _check_length(place, length, cap_tokens)
+        _check_length(place, length)
     finished = row.get("finished", [True] * len(lengths))
     finished = finished if isinstance(finished, list) else [finished]
     if len(finished) != len(lengths) or not all(isinstance(f, bool) for f in finished):
@@ -241,30 +252,13 @@ def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> Trace
         raise DataError(
             f"{place}: 'prompt_tokens' must be a whole number from 1 to {MAX_TOKENS}, got {prompt_tokens!r:.60}"
         )
-    return TracePrompt(
-        prompt_id=str(row.get("prompt", place)),
-        prompt_tokens=prompt_tokens,
-        lengths=tuple(lengths),
-        unfinished=frozenset(i for i, f in enumerate(finished) if not f),
-    )
+    return str(row.get("prompt", place)), prompt_tokens, lengths, finished
 
 
-def _check_length(place: str, length: object, cap_tokens: int | None) -> None:
+def _check_length(place: str, length: object) -> None:
     if type(length) is not int:
         raise DataError(f"{place}: a length must be a whole number of tokens, got {length!r}")
     if length < 1:
         raise DataError(f"{place}: a response must have at least 1 token, got {length}")
     if length > MAX_TOKENS:
         raise DataError(f"{place}: a length of {length!r:.60} is above the maximum of {MAX_TOKENS} tokens")
-    if cap_tokens is not None and length > cap_tokens:
-        raise DataError(f"{place}: a response of {length} tokens is longer than the cap of {cap_tokens}")
-
-
-def _joined(before: TracePrompt, more: TracePrompt) -> TracePrompt:
-    shift = len(before.lengths)
-    return TracePrompt(
-        prompt_id=before.prompt_id,
-        prompt_tokens=before.prompt_tokens,
-        lengths=before.lengths + more.lengths,
-        unfinished=before.unfinished | {shift + i for i in more.unfinished},
-    )

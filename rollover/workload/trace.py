@@ -42,9 +42,6 @@ class TracePrompt:
 class Trace:
     """Prompts in the order in which they were drawn. Raises ``DataError`` if there is no sample, or a length is not
     between 1 and the cap.
-
-    Example: a trace of two prompts with samples of 210 and 512, and of 90 tokens has ``num_samples`` 3 and
-    ``group_size`` 2.
     """
 
     name: str
@@ -71,6 +68,17 @@ class Trace:
     def group_size(self) -> int:
         """Return the largest number of samples that a prompt has."""
         return max(len(p.lengths) for p in self.prompts)
+
+    def missing_siblings(self, group_size: int) -> str:
+        """Return a sentence on siblings that were not recorded; empty if most prompts have ``group_size`` samples."""
+        few = sum(len(p.lengths) < group_size for p in self.prompts)
+        if few * 2 <= len(self.prompts):
+            return ""
+        return (
+            f"{few:,} of {len(self.prompts):,} prompts in {self.name} have fewer lengths than a group of {group_size}"
+            " and repeat them, so siblings are more alike, and their longest is shorter, than in a real group: record"
+            f" {group_size} per prompt, or give a law (rollover workload fit)."
+        )
 
     def columns(self) -> tuple[Floats, NDArray[np.bool_], NDArray[np.int64]]:
         """Return for each sample its length, whether it finished, and the place of its prompt."""

@@ -35,7 +35,8 @@ def test_a_file_of_one_response_is_enough_however_short_the_run(steps: str, caps
     Path("one.jsonl").write_text('{"prompt": "a", "length": 512}\n')
     argv = ["simulate", "one.jsonl", "--seeds", "1", "--batch-size", "4", "--group-size", "4", "--steps", steps]
     assert cli.main([*argv, "--warmup", str(int(steps) - 1)]) == 0
-    assert "[rollout]" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[rollout]" in said and "1 of 1 prompts in one.jsonl have fewer lengths than a group of 4" in said
 
 
 def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,14 @@ def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.Capt
     assert "<!DOCTYPE html>" in (folder / "p.html").read_text()
 
 
+def test_a_plan_on_single_responses_says_that_siblings_are_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "one.jsonl").write_text('{"prompt": 1, "length": 300}\n{"prompt": 2, "length": 900}\n')
+    assert cli.main(["plan", "fleet.toml", "--model", "model", *QUICK, "--workload", "one.jsonl"]) == 0
+    assert "2 of 2 prompts in one.jsonl have fewer lengths than a group of 8" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["8xh100", "a100-l40s", "desk", "h100-l4", "h800-h20"])
 def test_packaged_fleets_can_be_planned_with(name: str, folder: Path) -> None:
     assert cli.main(["plan", name, "--model", "model", *QUICK]) == 0

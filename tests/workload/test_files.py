@@ -52,12 +52,12 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     assert trace.cap_tokens == 8
     assert [p.lengths for p in trace.prompts] == [(3, 8), (2,)]
     assert {p.prompt_tokens for p in trace.prompts} == {DEFAULT_PROMPT_TOKENS}
+    assert read_file(tmp_path / "t.jsonl", cap_tokens=5) == trace.capped(5), "longer ones are cut"
 
 
 MISTAKES = [
     ('{"prompt": "a", "length": -3}', ":2: a response must have at least 1 token, got -3"),
     ('{"prompt": "a", "length": 0}', ":2: a response must have at least 1 token, got 0"),
-    ('{"prompt": "a", "length": 21}', ":2: a response of 21 tokens is longer than the cap of 20"),
     ('{"prompt": "a", "length": 2.5}', ":2: a length must be a whole number of tokens, got 2.5"),
     ('{"prompt": "a", "length": true}', ":2: a length must be a whole number of tokens, got True"),
     ('{"prompt": "a", "lenght": 3}', ":2: unknown column 'lenght'; did you mean 'length'?"),

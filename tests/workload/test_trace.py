@@ -111,6 +111,12 @@ def test_a_lower_cap_cuts_and_settles_what_was_open() -> None:
         TRACE.capped(101)
 
 
+def test_siblings_that_were_not_recorded_are_told() -> None:
+    assert [len(p.lengths) for p in TRACE.prompts] == [4, 2, 2]
+    assert not TRACE.missing_siblings(2)
+    assert TRACE.missing_siblings(3).startswith("2 of 3 prompts in t have fewer lengths than a group of 3")
+
+
 def test_an_empty_trace_and_impossible_lengths_are_refused() -> None:
     with pytest.raises(DataError, match="t: the trace is empty"):
         replace(TRACE, prompts=())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rollover.devices import catalogue
 from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model, replica_costs
 from rollover.devices.workload import specify
 from rollover.errors import ConfigError
-from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
+from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD, EngineSection
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.scenario import ReplicaModel
 from rollover.workload.source import Lengths
@@ -16,16 +18,19 @@ from rollover.workload.source import Lengths
 _NODE_SIZE = 8
 
 
-def in_units_of_c0(rollout: RolloutConfig, replicas: int, c0_s: float = 1.0) -> tuple[ReplicaModel, str]:
-    """Return a replica of an unspecified engine: time is counted in iterations over an empty batch, and a batch loads
-    the replicas as in APRIL's published experiments."""
-    samples = rollout.rollout_batch_size * rollout.group_size
-    b0 = samples / PUBLISHED_LOAD / replicas
-    note = (
-        f"No engine given: times are in iterations over an empty batch (c0), B0 = {b0:.0f} samples per replica, so that"
-        f" a batch is {PUBLISHED_LOAD} B0 as in APRIL's experiments; {PREFILL_PER_C0:,.0f} tokens are prefilled per c0."
-    )
-    return ReplicaModel(c0_s=c0_s, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0 / c0_s), note
+def assumed(rollout: RolloutConfig, replicas: int, given: EngineSection, file: Path | None) -> tuple[ReplicaModel, str]:
+    """Return a replica with assumptions for the keys that ``given``, from ``file``, leaves open: time is counted in
+    iterations over an empty batch, and a batch loads the replicas as in APRIL's published experiments."""
+    c0_s, b0 = given.c0_s or 1.0, rollout.rollout_batch_size * rollout.group_size / PUBLISHED_LOAD / replicas
+    replica = ReplicaModel(c0_s=c0_s, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0 / c0_s)
+    notes = {
+        "c0_s": "times are in iterations over an empty batch (c0)",
+        "b0": f"B0 = {b0:.0f} samples per replica, so that a batch is {PUBLISHED_LOAD} B0 as in APRIL's experiments",
+        "prefill_tokens_per_s": f"{PREFILL_PER_C0:,.0f} tokens are prefilled per c0",
+    }
+    missing = [note for key, note in notes.items() if getattr(given, key) is None]
+    origin = "No engine given" if len(missing) == len(notes) else f"Engine as in {file}"
+    return replica, ": ".join([origin, *["; ".join(missing)] * bool(missing)]) + "."
 
 
 def of_device(

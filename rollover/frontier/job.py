@@ -30,6 +30,8 @@ from rollover.workload.trace import Trace
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
 _FEW_STEPS = 24
+_OF_DEVICE = ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens")
+"""Figures of an engine that the note on a device tells."""
 _SOME_LAG = 0.5
 """The lag of the settings that a run without lag is compared with."""
 _WARMUP_SHARE = 3
@@ -157,12 +159,11 @@ def _engine(
     """Return a replica, its origin, and the unit of its times."""
     if request.device is not None and request.model is not None:
         replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
-    else:
-        replica, note = engine.in_units_of_c0(rollout, replicas, file.engine.c0_s or 1.0)
-    is_timed = request.device is not None or file.engine.c0_s is not None
-    if file.engine.c0_s is not None:
-        note = f"Engine: as described in {request.scenario}."
-    return replica, note, "s" if is_timed else "c0"
+        if given := [key for key in _OF_DEVICE if getattr(file.engine, key) is not None]:
+            note += f" {request.scenario} sets its own {', '.join(given)}."
+        return replica, note, "s"
+    replica, note = engine.assumed(rollout, replicas, file.engine, request.scenario)
+    return replica, note, "c0" if file.engine.c0_s is None else "s"
 
 
 def _checked(request: StudyRequest, found: Study, recorded: Recorded) -> str:

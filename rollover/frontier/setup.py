@@ -63,11 +63,7 @@ class EngineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioFile:
-    """A scenario file. Every key may be left out.
-
-    Example: ``ScenarioFile(engine=EngineSection(replicas=4), trainer=Latency(base_s=20.0))``: four replicas, and a
-    trainer that takes 20 s for each step.
-    """
+    """A scenario file. Every key may be left out."""
 
     rollout: SimulatedRollout | None = None
     """The setting currently in use, as in a run's config: its batch shape is simulated and its point is marked."""
@@ -95,11 +91,7 @@ class ScenarioFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything that is simulated except the strategies.
-
-    Example: one replica with ``c0_s=1.0, b0=256.0`` and a trainer that takes no time have a ``ceiling`` of 256 tokens
-    per iteration over an empty batch.
-    """
+    """Everything that is simulated except the strategies."""
 
     name: str
     """Name of the lengths."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from rollover.devices.model_shape import read_shape
 from rollover.devices.records import Link
 from rollover.devices.workload import specify
 from rollover.errors import ConfigError, ModelError
-from rollover.frontier.engine import in_units_of_c0, of_device
+from rollover.frontier.engine import assumed, of_device
+from rollover.frontier.setup import EngineSection
 from rollover.rollout.config import RolloutConfig
 from rollover.workload.source import PRESETS
 
@@ -78,9 +80,15 @@ def test_a_pipeline_with_no_more_samples_than_stages_has_a_pace(model: str) -> N
 
 
 def test_without_an_engine_a_batch_loads_the_replicas_as_published() -> None:
-    replica, note = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2)
+    config = RolloutConfig(rollout_batch_size=32, group_size=8)
+    replica, note = assumed(config, 2, EngineSection(), None)
     assert 2 * replica.b0 * 2.4 == pytest.approx(256)
     assert replica.c0_s == 1
     assert "No engine given" in note
-    timed, _ = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2, 0.01)
+    timed, note = assumed(config, 2, EngineSection(c0_s=0.01), Path("s.toml"))
     assert timed.prefill_tokens_per_s * timed.c0_s == replica.prefill_tokens_per_s
+    assert re.fullmatch(r"Engine as in s\.toml: B0 = 53 samples .*; 1,600 tokens are prefilled per c0\.", note)
+    _, note = assumed(config, 2, EngineSection(b0=54.0, prefill_tokens_per_s=1e4), Path("s.toml"))
+    assert note == "Engine as in s.toml: times are in iterations over an empty batch (c0)."
+    _, note = assumed(config, 2, EngineSection(c0_s=0.01, b0=54.0, prefill_tokens_per_s=1e4), Path("s.toml"))
+    assert note == "Engine as in s.toml."

@@ -54,8 +54,8 @@ def command(ctx: click.Context, model: str, host: str, port: int, api_key_env: s
     interface or a private network, or require a key.
 
     \b
-    CUDA_VISIBLE_DEVICES=0 rollover serve Qwen/Qwen3-0.6B --port 8000
-    CUDA_VISIBLE_DEVICES=1 rollover serve Qwen/Qwen3-0.6B --port 8001
+    CUDA_VISIBLE_DEVICES=0 rollover serve Qwen/Qwen3-0.6B --port 8000 --max_context_tokens 4096
+    CUDA_VISIBLE_DEVICES=1 rollover serve Qwen/Qwen3-0.6B --port 8001 --max_context_tokens 4096
     """
     require("torch", "safetensors", "starlette", "uvicorn", purpose=ctx.command_path)
     from rollover.engine.embedded.config import EmbeddedConfig

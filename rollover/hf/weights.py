@@ -13,6 +13,8 @@ from rollover.errors import ModelError, parse_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the input and the output matrix, which are one tensor where a model ties them."""
+COMPUTED = "rotary_emb.inv_freq"
+"""End of the names of tensors in old checkpoints that every program computes itself."""
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -35,7 +35,7 @@ from torch.optim import AdamW
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
-from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_weight_infos
+from rollover.hf.weights import COMPUTED, EMBEDDING, HEAD, TensorInfo, read_weight_infos
 from rollover.trainer.config import StepConfig
 from rollover.trainer.experts import prepare_experts, routers
 from rollover.trainer.hub_names import hub_parts, hub_weights, named_tensors
@@ -227,7 +227,7 @@ def _parts_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: {problem}: {name}")
     twin = {EMBEDDING, HEAD} if HEAD not in parts else set()
     for name in sorted(infos.keys() - expected.keys() - twin):
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not name.endswith(COMPUTED):
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: unexpected keys: {name}")
     return parts
 

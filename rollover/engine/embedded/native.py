@@ -148,9 +148,17 @@ def compiled(head_dim: int, block_size: int, group: int) -> Kernels:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise EngineError(f"{compiler} did not compile the CPU kernels within {_TIMEOUT_S} s") from None
+        except OSError as error:
+            raise EngineError(f"{compiler} cannot be started: {error}") from error
         if done.returncode:
             raise EngineError(f"{compiler} could not compile the CPU kernels: {done.stderr.strip()[:1000]}")
-        return Kernels(ctypes.CDLL(str(library)))
+        try:
+            return Kernels(ctypes.CDLL(str(library)))
+        except OSError as error:
+            raise EngineError(
+                f"the compiled CPU kernels cannot be loaded: {error}; set TMPDIR to a folder whose programs may run, or"
+                " engine.cpu_kernels = 'torch'"
+            ) from error
 
 
 class PackedMatrix:

@@ -36,7 +36,8 @@ def num_blocks(config: EmbeddedConfig, max_context: int, bytes_per_block: int) -
         raise ConfigError(
             f"engine.kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, fitting - 1) * size} tokens, fewer than"
             f" max_context_tokens = {max_context}, the longest prompt and response; raise it to"
-            f" {needed * bytes_per_block}, or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
+            f" {needed * bytes_per_block}, or lower tasks.max_prompt_tokens or rollout.max_new_tokens (of a server:"
+            " --max_context_tokens)"
         )
     return fitting
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollover.engine.embedded.model import Slot
 from rollover.engine.embedded.ops import same_bits
 from rollover.errors import ModelError
-from rollover.hf.weights import EMBEDDING, HEAD
+from rollover.hf.weights import COMPUTED, EMBEDDING, HEAD
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
@@ -27,8 +27,6 @@ from rollover.weights.sources import FolderWeights
 Shapes = dict[str, tuple[int, ...]]
 
 _ENGINE = "the embedded engine"
-_COMPUTED = "rotary_emb.inv_freq"
-"""End of the names of tensors in old checkpoints that the engine computes itself."""
 
 
 class LoadedWeights:
@@ -76,7 +74,7 @@ class LoadedWeights:
 
         Raises ``ModelError`` naming the first parameter that does not fit, before any is copied.
         """
-        chosen = {name: t for name, t in tensors.items() if not name.endswith(_COMPUTED)}
+        chosen = {name: t for name, t in tensors.items() if not name.endswith(COMPUTED)}
         places = {name: EMBEDDING if self._tied and name == HEAD else name for name in chosen}
         _compare(
             {place: slots[place].shape for place in places.values() if place in slots},
@@ -130,7 +128,7 @@ def are_tied(source: WeightSource, *, asked: bool) -> bool:
 
 
 def _shapes(source: WeightSource) -> Shapes:
-    return {spec.name: spec.shape for spec in source.manifest.tensors if not spec.name.endswith(_COMPUTED)}
+    return {spec.name: spec.shape for spec in source.manifest.tensors if not spec.name.endswith(COMPUTED)}
 
 
 def _same(source: WeightSource) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollover.errors import EngineError, ModelError
 from rollover.hf.config import read_config
-from rollover.hf.weights import TensorInfo, read_weight_infos
+from rollover.hf.weights import COMPUTED, TensorInfo, read_weight_infos
 from rollover.weights.adapters import AdapterSource
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -92,11 +92,11 @@ class ModelFolder:
         """Check that tensors with these names and shapes are of this model. Raises ``EngineError`` naming the first
         that is not, and ``what`` they are."""
         twin = {"lm_head.weight"} if self.tied_embeddings else set()
-        for problem, names in (
+        for problem, absent in (
             ("are missing", self.weights.keys() - given.keys() - twin),
             ("are unknown", given.keys() - self.weights.keys() - twin),
         ):
-            if names:
+            if names := {name for name in absent if not name.endswith(COMPUTED)}:
                 raise EngineError(f"{what} do not fit: {len(names)} {problem}, first {min(names)!r}")
         for name, shape in given.items():
             expected = self.weights[name].shape if name in self.weights else shape

@@ -123,11 +123,19 @@ def test_without_a_compiler_torch_computes_or_it_is_refused(tmp_path: Path, monk
     folder = saved(tiny_model(), tmp_path)
     req = request("a", max_new_tokens=10)
     expected = run(core_of(folder, cpu_kernels="compiled"), req).tokens("a#0")
-    monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
-    compiled.cache_clear()
-    assert run(core_of(folder, cpu_kernels="auto"), req).tokens("a#0") == expected
-    with pytest.raises(EngineError, match=r"cpu_kernels = 'compiled'.*no-such-compiler"):
-        core_of(folder, cpu_kernels="compiled")
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")  # a folder mounted noexec
+
+    for change, message in (
+        ((native.ctypes, "CDLL", refuse), r"failed to map segment.*set TMPDIR"),
+        ((native, "_COMPILERS", ("no-such-compiler",)), r"cpu_kernels = 'compiled'.*no-such-compiler"),
+    ):
+        monkeypatch.setattr(*change)
+        compiled.cache_clear()
+        assert run(core_of(folder, cpu_kernels="auto"), req).tokens("a#0") == expected
+        with pytest.raises(EngineError, match=message):
+            core_of(folder, cpu_kernels="compiled")
     compiled.cache_clear()
 
 

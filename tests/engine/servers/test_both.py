@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from rollover.engine.servers.folder import ModelFolder
 from rollover.errors import EngineError
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
@@ -35,3 +37,14 @@ async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, fol
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
+
+
+def test_what_every_program_computes_counts_as_a_weight_on_neither_side(folder: Path) -> None:
+    """Old checkpoints store it, and trainers publish none."""
+    model, name = ModelFolder.read(folder), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    given = {name: info.shape for name, info in model.weights.items()}
+    model.check_shapes(given | {name: (8,)}, "weights")
+    some = next(iter(model.weights.values()))
+    replace(model, weights={**model.weights, name: some}).check_shapes(given, "weights")
+    with pytest.raises(EngineError, match="1 are unknown, first 'other'"):
+        model.check_shapes(given | {"other": (8,)}, "weights")

@@ -56,6 +56,7 @@ def with_program(config: EmbeddedServerConfig) -> EmbeddedServerConfig:
 def launch_arguments(config: EmbeddedServerConfig, folder: Path, port: int, host: str = "127.0.0.1") -> list[str]:
     """Give the arguments with which a server serves ``folder`` for training; ``launch_args`` may overrule them."""
     engine = config.embedded()
+    engine = replace(engine, command_timeout_s=max(engine.command_timeout_s, config.load_timeout_s))
     changed = {f.name: value for f in fields(EmbeddedConfig) if (value := getattr(engine, f.name)) != f.default}
     return [
         str(folder.resolve()),

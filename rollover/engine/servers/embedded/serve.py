@@ -77,6 +77,7 @@ class EngineServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LEAVE_S,
         )

@@ -277,8 +277,6 @@ def _seconds(text: str) -> float | None:
 def _tls(config: ServerConfig, url: str) -> ssl.SSLContext | bool:
     if not config.verify_tls or url.startswith("http:"):
         return False
-    if config.ca_file is None:
-        return True
     try:
         return ssl.create_default_context(cafile=config.ca_file)
     except (OSError, ssl.SSLError) as e:

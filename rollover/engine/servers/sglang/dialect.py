@@ -113,6 +113,7 @@ class SGLangDialect(NamedCalls):
         self.weights = SGLangWeights(client, config, model, terms)
         self._config = config
         self._model = model
+        self._num_experts = num_experts(read_config(model.path))
         self._is_incremental = False
 
     # -- checks ----------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class SGLangDialect(NamedCalls):
             call.request,
             label=call.label,
             incremental=self._is_incremental,
-            num_experts=num_experts(read_config(self._model.path)),
+            num_experts=self._num_experts,
             shown=shown,
         )
         num_sends, is_first = self.weights.num_sends, True

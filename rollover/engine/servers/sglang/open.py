@@ -39,7 +39,7 @@ async def open_sglang(config: SGLangConfig, setup: EngineSetup) -> EnginePool:
         finally:
             for client in clients:
                 await client.close()
-        if workers != config.urls and not isinstance(config.max_running, int):
+        if workers != tuple(url.rstrip("/") for url in config.urls) and not isinstance(config.max_running, int):
             raise EngineError(
                 "engine.max_running lists a number for each url, and one of the urls is a router of several servers:"
                 " give one number for all, or the servers' own urls"

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +295,8 @@ def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
     arguments = launch_arguments(config, tmp_path, 8001, "10.0.0.5")
     assert arguments[:5] == [str(tmp_path.resolve()), "--host", "10.0.0.5", "--port", "8001"]
     assert arguments[5:] == ["--dtype", "float32", "--max_running", "8", "--kv_cache_bytes", "1048576"]
+    patient = launch_arguments(replace(config, load_timeout_s=900.0), tmp_path, 8001)
+    assert patient[patient.index("--command_timeout_s") + 1] == "900.0"
     assert with_program(config).launch_command[1:] == ("-m", "rollover", "serve")
     own = EmbeddedServerConfig(launch=True, launch_command=("/opt/bin/rollover", "serve"))
     assert with_program(own) is own

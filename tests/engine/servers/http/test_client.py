@@ -218,13 +218,20 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-async def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
+async def test_tls_is_checked_against_the_given_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
     async with serve(ScriptedVLLM(), tls=context) as port:
         url = f"https://127.0.0.1:{port}"
-        for changes, works in (({"ca_file": str(cert)}, True), ({"verify_tls": False}, True), ({}, False)):
+        own = {"ca_file": str(cert)}
+        for changes, system, works in (
+            (own, "", True),
+            ({"verify_tls": False}, "", True),
+            ({}, "", False),
+            ({}, str(cert), True),
+        ):
+            monkeypatch.setenv("SSL_CERT_FILE", system)
             client = HTTPClient(url, settings(url, **changes))
             try:
                 assert (await client.ask(PauseState, "GET", "/is_paused") == PauseState(is_paused=False)) == works

@@ -121,6 +121,24 @@ async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing()
         assert two.version == 1 and pool.capabilities.max_running == 128
 
 
+async def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pool_of_two() as (_, two, pool):
+        real, tried = two.revive, []
+
+        async def revive() -> None:
+            tried.append(1)
+            if len(tried) == 1:
+                raise OSError(24, "Too many open files")
+            await real()
+
+        monkeypatch.setattr(two, "revive", revive)
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        two.failing = None
+        await asyncio.sleep(40.0)
+        assert len(tried) > 1 and pool.capabilities.max_running == 128
+
+
 async def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
     async with pool_of_two(all_down_timeout_s=20.0) as (one, two, pool):
         one.failing, two.failing = "out of memory", "no route"

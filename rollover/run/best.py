@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from rollover.report.metrics import MetricRow
 
 
 class Scores:
-    """The values of one metric in the evaluations of a run so far.
-
-    Example: after ``add(0, 0.3)``, ``add(20, 0.5)`` and ``add(40, 0.5)``, ``best`` is 20 and ``num_since_best`` is 1.
-    """
+    """The values of one metric in the evaluations of a run so far."""
 
     def __init__(self, metric: str, rows: Iterable[MetricRow]) -> None:
         self.metric = metric
@@ -29,7 +27,17 @@ class Scores:
     @property
     def best(self) -> int | None:
         """Return the oldest of the best versions; ``None`` before the first evaluation."""
-        return max(self._values, key=lambda version: (self._values[version], -version), default=None)
+        return self._best_of(self._values)
+
+    def best_kept(self, checkpoints: Path) -> int | None:
+        """Return the best version, apart from versions whose checkpoint is not in the folder ``checkpoints``: they were
+        deleted before ``eval.keep_best`` or ``eval.metric`` was set. Version 0 is the model that the run began with."""
+        from rollover.trainer.checkpoint import checkpoint_path
+
+        return self._best_of(v for v in self._values if not v or checkpoint_path(checkpoints, v).is_dir())
+
+    def _best_of(self, versions: Iterable[int]) -> int | None:
+        return max(versions, key=lambda version: (self._values[version], -version), default=None)
 
     @property
     def num_since_best(self) -> int:

@@ -27,11 +27,7 @@ _JOURNAL_SEQ = "journal_seq"
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Saves checkpoints when they are due, deletes old ones, and journals both.
-
-    Example: with ``every_steps = 20`` and ``keep_last = 2``, the folder contains ``step_40`` and ``step_60`` after 60
-    steps.
-    """
+    """Saves checkpoints when they are due, deletes old ones, and journals both."""
 
     config: CheckpointConfig
     folder: Path

@@ -60,11 +60,7 @@ MIN_FREE_BYTES = 256 * 2**20
 
 
 class RunDir:
-    """A run directory, locked by this process until ``close``. It is a context manager.
-
-    Example: ``with create(config, Path("runs/first")) as run:`` makes ``runs/first``, and ``run.journal`` is
-    ``runs/first/journal.sqlite``.
-    """
+    """A run directory, locked by this process until ``close``. It is a context manager."""
 
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which must exist. Raises ``RunError`` when another process holds it."""
@@ -112,8 +108,6 @@ class RunDir:
     def changed_environment(self) -> list[str]:
         """List the versions and features of the machine that affect the last bits and differ from what the run
         began with.
-
-        Example: ``["rollover 0.1.0, now 0.2.0"]``
         """
         began_with = _read(self.path)[1]
         return [

@@ -29,11 +29,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The outcome of one evaluation.
-
-    Example: of 200 prompts with one sample each, 84 were solved: ``evaluation.metrics()["accuracy"]`` is 0.42 and
-    ``["accuracy_se"]`` is 0.035.
-    """
+    """The outcome of one evaluation."""
 
     rows: tuple[EvalRow, ...]
     """One per source, and ``all`` last when there are several."""

@@ -45,7 +45,7 @@ def best_step(run: Path) -> int:
     config = directory.derived_config(run)
     if not config.eval.keep_best:
         raise RunError(f"{run} keeps no best checkpoint: give a --step, or set eval.keep_best = true in the next run")
-    best = Scores(config.best_metric, read_metrics(run)).best
+    best = Scores(config.best_metric, read_metrics(run)).best_kept(run / "checkpoints")
     if not best:
         begun = "" if best is None else ": the model that it began with is the best"
         raise RunError(f"no checkpoint of {run} is the best by {config.eval.metric}{begun}")

@@ -67,10 +67,7 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
 
 
 def alarms_to(show: Callable[[str], None]) -> Observer:
-    """Return an observer that shows the alarms of a run after 3 and 10 of its steps, and whenever twice as many ended.
-
-    Example: of a run whose rewards are always 0, it shows so after 3, 10, 20, 40 and 80 steps.
-    """
+    """Return an observer that shows the alarms of a run after 3 and 10 steps, and whenever twice as many have ended."""
     rows: deque[MetricRow] = deque(maxlen=20 * RECENT)
     num_steps, shown_at = 0, EARLY
 

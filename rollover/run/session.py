@@ -131,7 +131,8 @@ async def open_session(
         scores = Scores(config.best_metric, parts.evaluated)
 
         def kept() -> set[int]:
-            return {scores.best} if config.eval.keep_best and scores.best is not None else set()
+            best = scores.best_kept(run.checkpoints) if config.eval.keep_best else None
+            return set() if best is None else {best}
 
         yield Session(
             config=config,

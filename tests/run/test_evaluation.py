@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,16 @@ def test_best_and_patience_count_evaluations() -> None:
         scores.add(version, value)
     assert (scores.best, scores.num_since_best) == (20, 2)
     assert (Scores("pass@8", rows).best, Scores("pass@8", rows).num_since_best) == (None, 0)
+
+
+def test_the_best_checkpoint_is_the_best_of_those_that_are_kept(tmp_path: Path) -> None:
+    values = ((0, 0.3), (20, 0.9), (40, 0.4), (60, 0.5), (80, 0.5))
+    scores = Scores("accuracy", [MetricRow(kind="eval", step=s, time_s=0.0, values={"accuracy": v}) for s, v in values])
+    for step in (40, 60, 80):
+        (tmp_path / f"step_{step}").mkdir()
+    assert (scores.best, scores.best_kept(tmp_path)) == (20, 60)
+    (tmp_path / "step_20").mkdir()
+    assert (scores.best_kept(tmp_path), scores.best_kept(tmp_path / "none")) == (20, 0)
 
 
 async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:

@@ -46,11 +46,7 @@ class _Row:
 
 
 class Curriculum:
-    """Pass rates by row, and the choice that follows from them. Only ``apply`` changes what a choice depends on.
-
-    Example: after two visits at which all responses were wrong, ``passes_over(prompt)`` is true for nine of ten later
-    epochs.
-    """
+    """Pass rates by row, and the choice that follows from them. Only ``apply`` changes what a choice depends on."""
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
         self._config = config

@@ -179,7 +179,7 @@ def check_source(
 
 def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:
     """Return the fingerprints of all datasets of a run, which must be those ``recorded`` when it began (``None`` if it
-    begins now, or began before they were recorded).
+    begins now, or began before they were recorded). Evaluation sources are compared only if ``keep_eval_out``.
 
     A cursor is a number of prompts drawn, so with other rows it would mean something else, and nothing would show it.
     The time at which a file was written decides nothing, and generated items are not compared.
@@ -193,6 +193,8 @@ def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | Non
     fingerprints = {name: source.fingerprint for name, source in datasets.items()}
     if config.chat_template_file is not None:
         fingerprints["chat_template"] = DataFile(Path(config.chat_template_file)).fingerprint
+    if not config.keep_eval_out:
+        recorded = {name: found for name, found in (recorded or {}).items() if not name.startswith("eval/")}
     now = {name: _same(take, (recorded or {}).get(name), name) for name, take in fingerprints.items()}
     return {name: found for name, found in now.items() if found is not None}
 
@@ -211,7 +213,8 @@ def _same(take: Callable[[], Fingerprint | None], before: Fingerprint | None, na
     if before["size"] == now["size"]:
         change = f"{now['size']} {now['unit']} as before, with other content"
     written = f", written {now['written']}" if "written" in now else ""
+    use = "keeps out of training" if name.startswith("eval/") else "has counted"
     raise DataError(
         f"{now['path']} has changed since the run began ({change}{written}), so its rows are no longer those that the"
-        f" run has counted; {mend}"
+        f" run {use}; {mend}"
     )

@@ -32,10 +32,7 @@ _OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Encoded(NamedTuple):
-    """A prompt as it was written out, and its token ids.
-
-    Example: with Qwen3's tokenizer and no template, ``Encoded(text="1+8", token_ids=(16, 10, 23))``.
-    """
+    """A prompt as it was written out, and its token ids."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -248,10 +245,7 @@ class PromptEncoder:
 
 
 class RowEncoder(PromptEncoder):
-    """Writes out the rows of a source whose prompts are the environment's: texts without tokens.
-
-    Example: ``encode(Question("1+1"), where="row 0").token_ids`` is ``()``.
-    """
+    """Writes out the rows of a source whose prompts are the environment's: texts without tokens."""
 
     def encode_many(self, questions: Sequence[tuple[Question, str]]) -> list[Encoded]:
         return [Encoded(found.text, ()) for found in super().encode_many(questions)]

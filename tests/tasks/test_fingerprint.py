@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, 
     text = str(caught.value)
     assert str(file) in text and "\n" not in text
     assert f"restore the original dataset, give its new path on --resume, or start a new run ({role}/sums)" in text
+
+
+def test_evaluation_rows_may_change_if_training_does_not_leave_them_out(tmp_path: Path) -> None:
+    tasks = TasksConfig(train=(jsonl(tmp_path / "a.jsonl"),), eval=(jsonl(tmp_path / "b.jsonl"),))
+    before = recorded(tasks)
+    jsonl(tmp_path / "b.jsonl", 6)
+    with pytest.raises(DataError, match="its rows are no longer those that the run keeps out of training; restore"):
+        same_datasets(tasks, before)
+    tasks = replace(tasks, keep_eval_out=False)
+    now = same_datasets(tasks, before)
+    assert now["train/sums"] == before["train/sums"]
+    assert now["eval/sums"]["sha256"] != before["eval/sums"]["sha256"]
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(DataError, match="that the run has counted; restore"):
+        same_datasets(tasks, now)
 
 
 def test_a_source_without_a_record_is_recorded_unless_generated(tmp_path: Path) -> None:

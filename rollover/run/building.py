@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollover.settings import toml
 from rollover.settings.overrides import parse_overrides
 from rollover.settings.plain import resolved
 from rollover.settings.schema import build, in_full, kind_at, with_kinds
+from rollover.settings.shape import at_key
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 """The packaged experiments, each ``NAME.toml``."""
@@ -54,7 +56,7 @@ def build_config(config: str | Path, overrides: Sequence[str] = (), layer: Setti
 
 
 def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
-    """Read a file together with the file that it extends; line numbers are ``file``'s own."""
+    """Read a file together with the file that it extends."""
     document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
     if "extends" not in document.data:
         return document
@@ -68,23 +70,27 @@ def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
     extending = (*extending, file.resolve())
     if below.resolve() in extending:
         raise ConfigError(f"{where}: {base} extends this file in turn; break the cycle")
-    inherited = with_kinds(RunConfig, _read(below, str(below), extending).data)
-    return toml.Document(name=document.name, data=_merged(inherited, data), lines=document.lines)
+    extended = _read(below, str(below), extending)
+    inherited = with_kinds(RunConfig, extended.data)
+    merged = _merged(inherited, data)
+    inner = extended.lines.keys() - document.lines.keys()
+    kept = [path for path in inner if reduce(at_key, path, merged) == reduce(at_key, path, inherited)]
+    return toml.Document(
+        name=document.name,
+        data=merged,
+        lines={**document.lines, **{path: extended.lines[path] for path in kept}},
+        files={path: extended.files.get(path, extended.name) for path in kept},
+    )
 
 
 def written_kind(config: str | Path, overrides: Sequence[str], section: str) -> str:
-    """Return the ``kind`` of a section of a user's file, which need not be valid otherwise.
-
-    Example: ``written_kind("quickstart", (), "engine")`` is ``"embedded"``.
-    """
+    """Return the ``kind`` of a section of a user's file, which need not be valid otherwise."""
     return kind_at(RunConfig, _read(find(config), str(config), ()), parse_overrides(overrides), (section,))
 
 
 def replaced(config: str | Path, overrides: Sequence[str], layer: SettingsLayer) -> Iterator[tuple[str, Any, Any]]:
     """Yield each key that a user's file, or a file that it extends, sets otherwise than ``layer``, with both values;
     not the keys that an override sets in any case.
-
-    Example: ``("rollout.strategy", "april", "bounded_async")``
     """
     data = _read(find(config), str(config), ()).data
     given = [in_full(RunConfig, override).path for override in parse_overrides(overrides)]
@@ -111,7 +117,7 @@ def _laid_over(document: toml.Document, layer: SettingsLayer) -> toml.Document:
             if inside and (isinstance(value, list) or line[len(path) :] in ((), ("kind",))):
                 del lines[line]
     data = _merged(with_kinds(RunConfig, document.data), layer.settings)
-    return toml.Document(name=document.name, data=data, lines=lines, laid_over=said)
+    return toml.Document(name=document.name, data=data, lines=lines, files=document.files, laid_over=said)
 
 
 _LONGEST_SHOWN = 60
@@ -138,7 +144,8 @@ def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunC
     data = _merged({**resolved(config), "variants": {}}, config.variants[name])
     head = ("variants", name)
     lines = {path[2:]: line for path, line in written.lines.items() if path[:2] == head and path != head}
-    return build(RunConfig, toml.Document(name=written.name, data=data, lines=lines))
+    files = {path[2:]: file for path, file in written.files.items() if path[:2] == head}
+    return build(RunConfig, toml.Document(name=written.name, data=data, lines=lines, files=files))
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

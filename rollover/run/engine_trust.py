@@ -156,10 +156,6 @@ class DriftWindows:
 
     Args:
         tolerance: mean distance of log-probs, in nats, that rounding explains.
-
-    Example: after ``add({"laptop": Drift(40, 0.2)})``, which returns ``{}``, ``add({"laptop": Drift(24, 0.1)})``
-    returns ``{"laptop": Drift(64, 0.1625)}`` if that is beyond the tolerance, and the window of the laptop is empty
-    again.
     """
 
     def __init__(self, tolerance: float) -> None:

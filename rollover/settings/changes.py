@@ -22,10 +22,7 @@ Refusal = Callable[[Any, Any], str | None]
 
 @dataclass(frozen=True)
 class OnResume:
-    """Says, inside ``Annotated``, whether a setting may change when a run is resumed.
-
-    Example: ``steps: Annotated[int, OnResume(lambda before, after: None, "may change on resume")]``
-    """
+    """Says, inside ``Annotated``, whether a setting may change when a run is resumed."""
 
     refusal: Refusal
     note: str

@@ -93,8 +93,8 @@ class Mistakes:
         return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
-        """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others. Add
-        what has set the keys that are not the file's own."""
+        """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others and
+        the file's own before inherited ones. Add what has set the keys in place of the file."""
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
         mentioned = [path for word in words if (path := self._key_named(section, word))]
         text = f"{dotted(section)}: {message}" if section else message
@@ -102,7 +102,7 @@ class Mistakes:
             text = dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
         laid = {path: said for path in mentioned if (said := self._laid_over(path))}
         written = [path for path in mentioned if path in {*self.overridden, *self.document.lines, *laid}]
-        written.sort(key=lambda path: path not in self.overridden)
+        written.sort(key=lambda path: (path not in self.overridden, path in self.document.files))
         by_others = "; ".join(laid.values())
         if written and written[0] in laid:
             return 0, f"{by_others}: {text}"
@@ -130,7 +130,7 @@ class Mistakes:
             if inside or written in self.overridden:
                 return 1 << 30, f"command line: --{text}"
             if line is not None:
-                return line, f"{self.document.name}:{line}: {text}"
+                return line, f"{self.document.files.get(written, self.document.name)}:{line}: {text}"
             if said := self._laid_over(written):
                 return 0, f"{said}: {text}"
         return 0, f"{self.document.name}: {text}"

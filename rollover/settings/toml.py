@@ -39,6 +39,8 @@ class Document:
     data: dict[str, Any]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     """The line, from 1, on which each key was first written."""
+    files: Mapping[KeyPath, str] = field(default_factory=dict)
+    """The files of the lines that are in a file that this one extends."""
     laid_over: Mapping[KeyPath, str] = field(default_factory=dict)
     """For each key whose value comes from elsewhere and replaces the file's own, the words that say so: ``plan.json
     sets trainer.num_devices = 2``."""

@@ -229,6 +229,34 @@ def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str
         build_config(tmp_path / "run.toml")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "base.toml:1: steps: expected a whole number"),
+        ("", "base.toml:4: rollout.batch: unknown key"),
+        ("", "base.toml:6: tasks.train.0.path: this key is required"),
+        ("steps = true\n", "run.toml:2: steps: expected a whole number"),
+        ("[[tasks.eval]]\nkind = 'jsonl'\n", "run.toml:2: tasks.eval.0.path: this key is required"),
+    ],
+)
+def test_a_mistake_is_told_with_the_line_of_the_extended_file(tmp_path: Path, text: str, message: str) -> None:
+    base = "steps = 'x'\n[rollout]\ngroup_size = 4\nbatch = 3\n\n[[tasks.train]]\nkind = 'jsonl'\nreward = 'exact'\n"
+    (tmp_path / "base.toml").write_text(f"{base}[[tasks.eval]]\nkind = 'jsonl'\npath = 'a'\n")
+    (tmp_path / "middle.toml").write_text("extends = 'base.toml'\nseed = 4\n")
+    (tmp_path / "run.toml").write_text(f"extends = 'middle.toml'\n{text}")
+    with pytest.raises(ConfigError) as caught:
+        build_config(tmp_path / "run.toml")
+    assert f"{tmp_path}/{message}" in str(caught.value)
+
+
+def test_a_contradiction_between_two_files_is_told_with_the_line_that_differs(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[eval]\npatience = 3\nevery_steps = 20\n")
+    (tmp_path / "run.toml").write_text("extends = 'base.toml'\n[eval]\nevery_steps = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        build_config(tmp_path / "run.toml")
+    assert f"{tmp_path}/run.toml:3: eval.patience counts evaluations" in str(caught.value)
+
+
 def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -> None:
     file = written(tmp_path, f"{ENGINE}kv_cache_bytes = 1048576")
     assert build_config(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)

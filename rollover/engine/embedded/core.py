@@ -254,6 +254,10 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run one iteration. On an exception nothing is certain any more: call ``reset``."""
+        with torch.cuda.device(self.device if self.device.type == "cuda" else None):  # graphs take the current one
+            return self._step()
+
+    def _step(self) -> list[Output]:
         start_s = time.perf_counter()
         if self._is_dirty:  # not in ``reset``: on a device that has failed this raises too
             self._model_runner.kv.zero_()

@@ -179,5 +179,6 @@ def _fitting(config: EmbeddedConfig) -> Iterator[None]:
         if isinstance(error, RolloverError) or not isinstance(failure(error), ResourceError):
             raise
         raise ResourceError(
-            f"the cache does not fit into memory: lower engine.kv_cache_bytes (now {config.kv_cache_bytes})"
+            f"weights and cache do not fit into memory: lower engine.kv_cache_bytes (now {config.kv_cache_bytes}),"
+            " engine.prefill_chunk_tokens or engine.max_running, or choose a smaller model"
         ) from error

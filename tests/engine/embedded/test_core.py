@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -358,6 +360,21 @@ def test_requests_that_cannot_run_are_refused_by_name(folder: Path) -> None:
 
 
 @BOTH
+def test_an_iteration_runs_on_the_engines_own_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, used = core_of(folder), []
+
+    @contextmanager
+    def current(device: torch.device | None) -> Iterator[None]:
+        used.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    for device in (torch.device("cpu"), torch.device("cuda:1")):
+        core.device = device
+        core.step()
+    assert used == [None, torch.device("cuda:1")]
+
+
 def test_nonfinite_logits_fail_the_step_and_leave_a_usable_engine(folder: Path) -> None:
     core = core_of(folder)
     good = tiny_model(sharpness=3.0).state_dict()

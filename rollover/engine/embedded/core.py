@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -254,7 +255,8 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run one iteration. On an exception nothing is certain any more: call ``reset``."""
-        with torch.cuda.device(self.device if self.device.type == "cuda" else None):  # graphs take the current one
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with on_device:  # graphs and Triton take the current one
             return self._step()
 
     def _step(self) -> list[Output]:

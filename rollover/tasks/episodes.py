@@ -16,7 +16,7 @@ from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, row_arguments
-from rollover.tasks.prompt_source import Example
+from rollover.tasks.prompt_source import Example, reply_ids
 from rollover.tasks.prompts import PromptEncoder, RowEncoder
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
@@ -144,7 +144,7 @@ class Demonstration:
             turns = list(awaited(live.demonstrate(dict(prompt.columns))))
         response, is_own = tuple[int, ...](), tuple[bool, ...]()
         for text in turns[-1:] if is_bare else turns:
-            turn = (*self.tokenizer([text], add_special_tokens=False)["input_ids"][0], self.end)
+            turn = reply_ids(self.tokenizer, text, self.end)
             with _named(prompt, "step"):
                 outcome = step(live, Action(text=text, token_ids=turn), self.config.role)
             answer = () if outcome.done else self.writer.write(outcome.messages, self.end, prompt.columns)

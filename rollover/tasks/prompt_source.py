@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
+from rollover.hf.markers import Markers
 from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap, NoAnswer
 from rollover.tasks.messages import Question, asked
@@ -285,8 +286,29 @@ def examples(
                 f"prompt {prompt.prompt_id} ends with a closed thought, and its response thinks; set"
                 " chat_template_kwargs so that the template lets the model think, or leave the thoughts out"
             )
-        response = tokenizer([text], add_special_tokens=False)["input_ids"][0]
-        yield prompt.token_ids, (*response, end)
+        yield prompt.token_ids, reply_ids(tokenizer, text, end)
+
+
+def reply_ids(tokenizer: FastTokenizer, text: str, end: int) -> tuple[int, ...]:
+    """Tokenise a response, which ends with the token ``end``. An end token that the text spells out is encoded as text,
+    except at the end of the text, where it is the end of the response. Other markers, such as ``<think>``, stay."""
+    ends = {end, tokenizer.eos_token_id}
+    ids = tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    if ends.isdisjoint(ids):
+        return (*ids, end)
+    markers = _markers(cast(Any, tokenizer))
+    spelled = [found for found in markers.find(text) if markers.id_of(text[slice(*found)]) in ends]
+    while spelled and not text[spelled[-1][1] :].strip():
+        text = text[: spelled.pop()[0]]
+    written = markers.encode(text, spelled)
+    if written is None:
+        raise DataError(f"a response spells out an end token, which cannot be written as text: {text!r}; leave it out")
+    return (*written, end)
+
+
+@lru_cache(maxsize=1)
+def _markers(tokenizer: Any) -> Markers:
+    return Markers(tokenizer)  # which writes the whole tokenizer out
 
 
 def _spread(index: int) -> float:

@@ -85,6 +85,28 @@ def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
     assert set(shown(config, 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
 
 
+@pytest.mark.parametrize(
+    ("text", "taught"),
+    [
+        ("Write <|end|> and stop.", "Write <|end|> and stop."),
+        ("5<|end|>", "5"),
+        ("<think>2+3</think>5<|end|>\n<|end|>\n", "<think>2+3</think>5"),
+        ("<think><|end|></think>5", "<think><|end|></think>5"),
+    ],
+)
+def test_a_response_ends_where_its_text_ends_whatever_it_spells_out(tmp_path: Path, text: str, taught: str) -> None:
+    tokenizer: Any = build_tokenizer([])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    (path := tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How?", "answer": text}))
+    row = JsonlConfig(name="file", path=str(path), reward=ExactConfig(extract="whole"))
+    end = tokenizer.eos_token_id
+    _, response = next(examples(train_source(TasksConfig(train=(row,)), tokenizer, seed=0), tokenizer, end=end))[:2]
+    assert (response.index(end), response[-1]) == (len(response) - 1, end)
+    assert tokenizer.decode(response[:-1]) == taught
+    thoughts = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert [token for token in response if token in thoughts] == (thoughts if "<think>" in text else [])
+
+
 def test_a_thought_after_a_prompt_that_has_closed_its_thought_is_refused(tmp_path: Path) -> None:
     path, closed = tmp_path / "rows.jsonl", "1+1? <think>\n\n</think>"
     config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())

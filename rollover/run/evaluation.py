@@ -70,6 +70,8 @@ class Evaluator:
         sources: the held-out prompts; without any, no evaluation is ever due.
         stops: the tokens that end a response.
         on_progress: called with (samples done, samples in all).
+        version: of the weights from which this process goes on. If an earlier one was stopped during an evaluation
+            beside training, they are due in place of the weights that it evaluated.
         done_version: the version that an earlier process has evaluated already.
         beside_training: whether an evaluation between the first and the last one lets training go on. Its calls and
             the rollouts' then take turns in the engine.
@@ -86,6 +88,7 @@ class Evaluator:
         stops: tuple[int, ...],
         clock: Clock,
         on_progress: Callable[[int, int], None],
+        version: int = 0,
         done_version: int | None = None,
         beside_training: bool = False,
     ) -> None:
@@ -112,13 +115,16 @@ class Evaluator:
         self._num_evaluations = 0
         self._done_version = done_version
         self._beside_training = beside_training
+        every = self._config.every_steps
+        is_late = beside_training and every > 0 and version - version % every > (done_version or 0)
+        self._late_version = version if is_late else None
         self._beside: asyncio.Task[Evaluation] | None = None
         """An evaluation that goes on while the run trains; of the weights ``_done_version``."""
 
     def is_due(self, version: int) -> bool:
         """Return whether the weights of ``version`` are due for evaluation."""
         every = self._config.every_steps
-        due = version in (0, self._num_steps) or bool(every and version % every == 0)
+        due = version in (0, self._num_steps, self._late_version) or bool(every and version % every == 0)
         return bool(self._prompts) and due and version != self._done_version
 
     def ends_at(self, version: int) -> None:

@@ -123,6 +123,7 @@ async def open_session(
             stops=parts.stops,
             clock=parts.clock,
             on_progress=progress.evaluating,
+            version=parts.trainer.version,
             done_version=max((row.step for row in parts.evaluated), default=None),
             # The best checkpoint has to be the weights that were measured, so they must not change meanwhile.
             beside_training=overlaps and can.in_flight_update and not config.eval.keep_best,

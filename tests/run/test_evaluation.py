@@ -80,7 +80,7 @@ def evaluator(
     settings: RunConfig | None = None,
     environment: Environment | None = None,
     prompt_ids: tuple[int, ...] = (5, 6),
-    beside_training: bool = False,
+    **process: Any,
 ) -> Evaluator:
     settings = settings or config("p")
     return Evaluator(
@@ -92,7 +92,7 @@ def evaluator(
         stops=(),
         clock=VirtualClock(),
         on_progress=lambda done, total: None,
-        beside_training=beside_training,
+        **process,
     )
 
 
@@ -227,6 +227,18 @@ async def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for(
     beside.ends_at(1)
     [(version, result)] = await beside.run_when_due(1)
     assert (version, len(result.lengths)) == (1, 10)
+
+
+async def test_an_evaluation_that_a_stop_cut_off_is_made_up_for_by_the_weights_that_the_run_goes_on_from() -> None:
+    settings, engine = config("p", every_steps=10), FakeEngine(lambda request: 50, auto=True)
+    late, done = (
+        evaluator(engine, settings=settings, beside_training=True, version=23, done_version=version)
+        for version in (10, 20)
+    )
+    assert (late.is_due(23), done.is_due(23)) == (True, False)
+    assert await late.run_when_due(23) == []
+    late.ends_at(24)
+    assert [version for version, _ in await late.run_when_due(24)] == [23, 24]
 
 
 def test_best_and_patience_count_evaluations() -> None:

@@ -20,6 +20,7 @@ from rollover.tasks.config import CurriculumConfig
 from rollover.types import Prompt
 
 _MOST_PASSED_OVER = 10_000
+"""Draws in a row that may be passed over, or two for each row if that is more: two epochs."""
 
 
 @dataclass(slots=True)
@@ -82,9 +83,9 @@ class Curriculum:
             self._num_in_a_row = 0
             return False
         self._num_in_a_row += 1
-        if self._num_in_a_row == _MOST_PASSED_OVER:
+        if self._num_in_a_row >= max(_MOST_PASSED_OVER, 2 * len(self._rows)):
             raise RunError(
-                f"tasks.curriculum passed over {_MOST_PASSED_OVER:,} prompts in a row, all solved or hopeless: raise"
+                f"tasks.curriculum passed over {self._num_in_a_row:,} prompts in a row, all solved or hopeless: raise"
                 f" tasks.curriculum.revisit (now {self._config.revisit:g}), or leave the run as it is"
             )
         return True

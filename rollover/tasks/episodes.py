@@ -127,9 +127,6 @@ def _named(prompt: Prompt, method: str) -> Iterator[None]:
 class Demonstration:
     """The lesson of an environment whose objects have ``demonstrate(row)``, which returns the turns of a good episode;
     the answers between them are the environment's own.
-
-    Example: with the packaged calculator, the turns after ``12 + 34 - 5 =`` are ``12 + 34 =``, ``46 - 5 =`` and
-    ``#### 41``.
     """
 
     config: EnvironmentSettings

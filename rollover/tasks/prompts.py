@@ -45,9 +45,6 @@ class PromptEncoder:
     Args:
         arguments: arguments of the chat template, in addition to ``tasks.chat_template_kwargs``.
         tools: descriptions of tools that the chat template offers with every prompt.
-
-    Example: with a chat template, ``encode(Question("1+1"), where="row 0").text`` is ``"<user>1+1\\n<assistant>"``,
-    say.
     """
 
     def __init__(

@@ -33,10 +33,7 @@ _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 class Span(NamedTuple):
-    """The place of a message's text in a written conversation.
-
-    Example: ``Span(start=6, end=9, role="user")`` of ``"<user>1+1\\n<assistant>"``.
-    """
+    """The place of a message's text in a written conversation."""
 
     start: int
     end: int
@@ -75,9 +72,6 @@ class ChatTemplate:
         day: the date that the template sees.
 
     Raises ``DataError`` when the template cannot be read or compiled, or reads the clock and no day is given.
-
-    Example: ``ChatTemplate(tokenizer).write([{"role": "user", "content": "1+1"}]).text`` is
-    ``"<user>1+1\\n<assistant>"``, say.
     """
 
     def __init__(self, tokenizer: FastTokenizer, *, file: Path | None = None, day: datetime.date | None = None) -> None:

@@ -116,6 +116,14 @@ def test_nothing_left_to_draw_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         history.curriculum.passes_over(prompt(0, 5))
 
 
+def test_what_is_left_to_draw_is_found_behind_many_solved_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_PASSED_OVER", 5)
+    history = History(min_visits=1, revisit=0)
+    for row in range(10):
+        history.visit(row, 0, True, row < 9)
+    assert [history.curriculum.passes_over(prompt(row, 1)) for row in range(10)] == [True] * 9 + [False]
+
+
 @pytest.mark.parametrize("config", [{"min_visits": 0}, {"revisit": -0.1}, {"revisit": 1.1}, {"revisit": float("nan")}])
 def test_settings_without_a_meaning_are_refused(config: Any) -> None:
     with pytest.raises(ValueError, match=r"tasks.curriculum.(min_visits|revisit) must"):

@@ -177,6 +177,18 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
     assert path.parent == Path("out") and path.name.startswith("eval-")
 
 
+@pytest.mark.usefixtures("work")
+def test_a_merged_model_goes_with_its_checkpoint() -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    for step in (9, 10):
+        (checkpoint(step) / "adapter_config.json").write_text("{}")
+    models = [Path("out/merged") / name for name in ("step_8", "step_9", "step_10", ".partial-step_8", "notes")]
+    for model in models:
+        model.mkdir(parents=True)
+    assert cli.main(["eval", "out"]) == 0
+    assert [model.is_dir() for model in models] == [False, True, True, True, True]
+
+
 def test_evaluating_a_run_asks_no_set_for_its_metric(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["--eval.keep_best", "true", "--eval.metric", "accuracy/held", "--eval.every_steps", "1"]
     sets = ["--eval.sets.held.temperature", "0.6", "--eval.patience", "2"]

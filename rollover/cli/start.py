@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -95,12 +96,15 @@ def _one_evaluation(overrides: Sequence[str]) -> list[str]:
 
 def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) -> RunConfig:
     """Return the run's config with its newest checkpoint as the model, held until ``stack`` is closed; adapters are
-    merged for it on first use."""
+    merged for it on first use, and models of checkpoints that the run has deleted are deleted too."""
     from rollover.run import directory
     from rollover.run.export import export, held_checkpoint, holds_adapters
 
     model = checkpoint = stack.enter_context(held_checkpoint(run))
     if holds_adapters(checkpoint):
+        for merged in (run / "merged").glob("step_*"):
+            if not (run / "checkpoints" / merged.name).is_dir():  # an evaluation of it would hold its checkpoint
+                shutil.rmtree(merged, ignore_errors=True)
         model = run / "merged" / checkpoint.name
         if not model.is_dir():
             export(run, model, step=int(checkpoint.name.removeprefix("step_")))

@@ -22,10 +22,7 @@ MOST_KINDS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSummary:
-    """Response lengths of a set of samples, in tokens.
-
-    Example: responses of 10, 20 and 90 tokens have ``mean=40.0, median=20, p95=90, max=90``.
-    """
+    """Response lengths of a set of samples, in tokens."""
 
     mean: float
     median: int

@@ -51,8 +51,6 @@ def has_members(timeline: Timeline) -> bool:
 def by_member(samples: Iterable[SampleTrace], window: StepWindow) -> dict[str, tuple[MemberSpan, ...]]:
     """Return the spans of each member that show in the window, in order of their start, each in a row where no other
     overlaps it; members in order of their names.
-
-    Example: two samples that decode side by side are in rows 0 and 1; a sample that follows is in row 0 again.
     """
     found: defaultdict[str, list[tuple[SampleTrace, DecodedSpan]]] = defaultdict(list)
     for sample in samples:

@@ -71,11 +71,7 @@ class Acting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTrace:
-    """One sample from its first token to its end.
-
-    Example: a sample that decoded 12 tokens, was parked and decoded 30 more has two ``spans``, one gap, ``num_tokens``
-    42 and ``num_resumes`` 1.
-    """
+    """One sample from its first token to its end."""
 
     sample_id: SampleId
     prompt_id: str
@@ -120,10 +116,7 @@ class WastePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedStep:
-    """The batch of one training step, and how old it was when it was consumed.
-
-    Example: with ``lag=BatchLag([{0: 900, 1: 100}])`` and no ``untrained`` points, ``num_trained_tokens`` is 1,000.
-    """
+    """The batch of one training step, and how old it was when it was consumed."""
 
     step: int
     consumed_s: float

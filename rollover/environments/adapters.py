@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rollover.environments.episodes.base import Action, Outcome
+from rollover.environments.episodes.base import Action, Outcome, awaited
 from rollover.environments.episodes.tools import Tools
 from rollover.environments.user_function import import_function
 
@@ -37,11 +37,10 @@ class Trl:
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         return self._inner.reset(**row)
 
-    async def step(self, action: Action) -> Outcome:
-        outcome = await self._tools.step(action)
+    def step(self, action: Action) -> Outcome:
+        outcome = self._tools.step(action)
         if outcome.done and hasattr(self._inner, "get_reward"):
-            reward = self._inner.get_reward()
-            outcome = replace(outcome, reward=await reward if inspect.isawaitable(reward) else reward)
+            outcome = replace(outcome, reward=awaited(self._inner.get_reward()))
         return outcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -100,6 +102,35 @@ def plus(text: str) -> list[Any]:
 def interrupt() -> None:
     """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt
+
+
+LOOPS = set[asyncio.AbstractEventLoop]()
+
+
+async def loops() -> int:
+    """Count the event loops in which this was called."""
+    LOOPS.add(asyncio.get_running_loop())
+    return len(LOOPS)
+
+
+def add_otherwise(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one number.
+        b: the other.
+    """
+    return a + b
+
+
+plus_one = partial(add_otherwise, b=1)
+sum_up = add_otherwise
+
+
+class OffersNothing:
+    @staticmethod
+    def offered_tools() -> list[Any]:
+        raise KeyError("no config")
 
 
 @dataclass

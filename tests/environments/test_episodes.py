@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rollover.environments.episodes import ClassConfig, ToolsConfig
 from rollover.environments.episodes.base import EnvironmentSettings
 from rollover.environments.episodes.worker import Holder
 from rollover.errors import DataError
-from tests.environments.games import Session
+from tests.environments.games import LOOPS, Session
 
 HERE = "tests.environments.games"
 NAMES = ("add", "wait", "fail", "echo", "half", "leave", "stop_here", "hog", "interrupt", "give")
@@ -245,3 +247,36 @@ def test_tools_are_described_by_their_docstrings() -> None:
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
     with pytest.raises(DataError, match=r"unexplained cannot be described to the model .* under 'Args:'"):
         replace(TOOLS, functions=(f"{HERE}:unexplained",)).schemas()
+
+
+def test_what_async_code_keeps_can_be_used_at_the_next_turn() -> None:
+    counting = ToolsConfig(functions=(f"{HERE}:loops",))
+    LOOPS.clear()
+    turns = [call("loops")] * 2
+    assert [answer["text"] for answer in stepped(counting, *turns)] == ["1", "1"]
+    with ThreadPoolExecutor(2) as threads:
+        answers = [
+            turn["text"] for found in threads.map(lambda _: stepped(counting, *turns), range(2)) for turn in found
+        ]
+    assert answers == ["2"] * 4
+
+
+def test_a_tool_is_offered_under_the_name_that_calls_of_it_have() -> None:
+    renamed = ToolsConfig(functions=(f"{HERE}:sum_up",))
+    (schema,) = renamed.schemas()
+    assert stepped(renamed, call(schema["function"]["name"], a=1, b=2))[0]["text"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ToolsConfig(functions=(f"{HERE}:plus_one",)), "environment: tool plus_one cannot be described to the model"),
+        (
+            ClassConfig(factory=f"{HERE}:OffersNothing"),
+            f"environment.factory: offered_tools of {HERE}:OffersNothing failed (KeyError: 'no config')",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_named(config: Any, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        config.schemas()

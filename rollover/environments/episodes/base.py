@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Literal, Protocol
 
 from rollover.errors import RewardError
@@ -19,6 +22,7 @@ MOST_CHARACTERS = 1_000_000
 _MOST_IN_LOOP = 10_000
 """Characters that are tokenised in the event loop: they take 10 ms."""
 
+_starting = threading.Lock()
 _WANTED = "return a text, messages, a table with messages, reward and done, or None"
 
 Messages = list[dict[str, str]]
@@ -153,14 +157,41 @@ def step(live: LiveEpisode, action: Action, role: str) -> Outcome:
 
 
 def awaited(value: Any) -> Any:
-    """Return what the user's code has returned, once it is there if that code is ``async``."""
+    """Return what the user's code has returned, once it is there if that code is ``async``. All that the main thread
+    awaits is awaited in one event loop, and all that other threads await in another: what ``async`` code keeps, such as
+    a connection, belongs to its loop."""
     if not inspect.isawaitable(value):
         return value
 
     async def wait() -> Any:
         return await value
 
-    return asyncio.run(wait())
+    if threading.current_thread() is threading.main_thread():
+        return _main_runner().run(wait())
+    return asyncio.run_coroutine_threadsafe(wait(), _shared_loop()).result()
+
+
+@cache
+def _main_runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    with _starting:
+        return _started_loop()
+
+
+@cache
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        while True:  # the user's code may stop the loop, or exit in it
+            with suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return loop
 
 
 class EnvironmentTimeout(RewardError):
@@ -199,8 +230,7 @@ class EnvironmentSettings(ABC):
     """GiB of addresses that each process of the environment, or of its program, may have (``RLIMIT_AS``). They are more
     than the memory that a process uses. Unset: no limit."""
     workers: Changeable[int] = 2
-    """Number of processes in which environments run; the sources share them, as many as the largest number
-    requested."""
+    """Number of processes in which environments run. Sources whose environments have equal settings share them."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_memory_gib", "workers"):

@@ -77,7 +77,12 @@ class ClassConfig(EnvironmentSettings):
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         offered = getattr(import_function(self.factory), "offered_tools", lambda **params: ())
-        return tuple(describe(function) for function in offered(**self.params))
+        try:
+            functions = tuple(offered(**self.params))
+        except Exception as error:  # the user's code may raise anything
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(f"environment.factory: offered_tools of {self.factory} failed ({problem})") from error
+        return tuple(describe(function) for function in functions)
 
     def check(self) -> None:
         check_import(self.factory)

@@ -6,12 +6,20 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from rollover.environments.episodes.base import Action, EnvironmentSettings, LiveEpisode, Outcome, RefusedAnswer, whole
+from rollover.environments.episodes.base import (
+    Action,
+    EnvironmentSettings,
+    LiveEpisode,
+    Outcome,
+    RefusedAnswer,
+    awaited,
+    whole,
+)
 from rollover.environments.user_function import PATH, check_import, import_function, parameters_of
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
@@ -81,7 +89,7 @@ class ToolsConfig(EnvironmentSettings):
         return self.threads
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(describe(import_function(path, "tool")) for path in self.functions)
+        return tuple(describe(import_function(path, "tool"), path.partition(":")[2]) for path in self.functions)
 
     def check(self) -> None:
         for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
@@ -98,19 +106,20 @@ class ToolsConfig(EnvironmentSettings):
         return Tools(functions, parser=self.parser, role=self.tool_role)
 
 
-def describe(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the description of a tool for the chat template. Raises ``DataError`` when it cannot be described."""
+def describe(function: Callable[..., Any], name: str | None = None) -> Mapping[str, Any]:
+    """Return the description of a tool for the chat template, under the name that calls of it have, if that is not the
+    function's own. Raises ``DataError`` when it cannot be described."""
     from transformers.utils import get_json_schema
 
     try:
-        schema: Mapping[str, Any] = get_json_schema(function)
+        schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise DataError(
-            f"environment: tool {function.__name__} cannot be described to the model"
-            f" ({' '.join(str(error).split())}); annotate each parameter with its type and describe it in the docstring"
-            " under 'Args:'"
+            f"environment: tool {name or getattr(function, '__name__', repr(function))} cannot be described to the"
+            f" model ({' '.join(str(error).split())}); annotate each parameter with its type and describe it in the"
+            " docstring under 'Args:'"
         ) from None
-    return schema
+    return schema if name is None else schema | {"function": schema["function"] | {"name": name}}
 
 
 class Tools(LiveEpisode):
@@ -121,16 +130,20 @@ class Tools(LiveEpisode):
         self._role = role
         self._read = call_reader(parser)
 
-    async def step(self, action: Action) -> Outcome:
+    def step(self, action: Action) -> Outcome:
         calls = self._read(action.text)
         if not calls:
             return Outcome(done=True)
-        answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
+        begun = [self._begin(call) for call in calls[:_MOST_CALLS]]
         if (more := len(calls) - _MOST_CALLS) > 0:
-            answers.append(f"Error: the last {more} calls were not made: a turn may have {_MOST_CALLS}")
+            begun.append(f"Error: the last {more} calls were not made: a turn may have {_MOST_CALLS}")
+        waiting = [answer for answer in begun if not isinstance(answer, str)]
+        ended = iter(awaited(_together(waiting)) if waiting else ())
+        answers = [answer if isinstance(answer, str) else next(ended) for answer in begun]
         return Outcome(messages=[{"role": self._role, "content": answer} for answer in answers])
 
-    async def _answer(self, call: ToolCall) -> str:
+    def _begin(self, call: ToolCall) -> str | Awaitable[str]:
+        """Call a tool, outside any event loop, which it may start itself; return its answer, if need be to await."""
         if call.problem:
             return f"Error: {call.problem}"
         function = self._functions.get(call.name)
@@ -138,13 +151,26 @@ class Tools(LiveEpisode):
             return f"Error: there is no tool {call.name!r}{nearest(call.name, self._functions)}"
         try:
             value = function(**call.arguments)
-            if inspect.isawaitable(value):
-                value = await value
-            if isinstance(value, str):
-                return value
-            return json.dumps(value, default=_in_json, ensure_ascii=False, allow_nan=False)
+            return _later(value) if inspect.isawaitable(value) else _text(value)
         except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the tool
             return f"Error: {type(error).__name__}: {error}"
+
+
+async def _together(waiting: Sequence[Awaitable[str]]) -> list[str]:
+    return await asyncio.gather(*waiting)
+
+
+async def _later(value: Awaitable[Any]) -> str:
+    try:
+        return _text(await value)
+    except BaseException as error:
+        return f"Error: {type(error).__name__}: {error}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=_in_json, ensure_ascii=False, allow_nan=False)
 
 
 def _in_json(value: Any) -> Any:

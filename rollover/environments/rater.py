@@ -75,7 +75,9 @@ class Rater:
         config, failure = self.spec.config, ""
         for num_retried in range(config.retries + 1):
             if num_retried:
-                await asyncio.sleep(config.back_off_s(num_retried - 1))
+                ready_at_s = self._inline.ready_at_s if isinstance(self._inline, RemoteReward) else 0.0
+                wait_s = ready_at_s - asyncio.get_running_loop().time()
+                await asyncio.sleep(max(wait_s, config.back_off_s(num_retried - 1)))
             try:
                 values = await self._attempt(samples, row=prompt_id.rpartition("@")[0])
             except TimeoutError:

@@ -97,16 +97,17 @@ class RewardScorer:
         values: list[dict[str, RewardValue]] = [{} for _ in samples]
         failures: list[RewardError | None] = [None] * len(samples)
         late: set[int] = set()
+        counted = self._counted(prompt.source)
 
         async def rate(rater: Rater, members: Sequence[int]) -> None:
             rating = await rater.rate([samples[i] for i in members], prompt.prompt_id)
             if rating.is_late:
                 late.update(members)
             for place, i in enumerate(members):
-                if rating.failure is not None:
+                if rating.failure is not None and rater in counted:
                     failures[i] = rating.failure
                 else:
-                    values[i][rater.spec.component] = rating.values[place]
+                    values[i][rater.spec.component] = None if rating.failure else rating.values[place]
 
         # Rewards that compare siblings come last: a response that another reward fails is not among them.
         for rater in sorted(self._raters[prompt.source], key=lambda rater: rater.spec.config.compares_siblings):
@@ -127,6 +128,11 @@ class RewardScorer:
         for rater in (rater for raters in self._raters.values() for rater in raters):
             await rater.close()
 
+    def _counted(self, source: str) -> Sequence[Rater]:
+        """Return the rewards of a source but those that only draw a curve, unless all do."""
+        raters = self._raters[source]
+        return [rater for rater in raters if rater.spec.config.weight] or raters
+
     def _score(self, source: str, values: dict[str, RewardValue]) -> Score | RewardError:
         """Sum up the rewards of a response; a value of ``None`` is left out."""
         reward, components, solved = 0.0, dict[str, float](), None
@@ -141,8 +147,9 @@ class RewardScorer:
                 solved = total >= spec.config.pass_score
             components |= {"/".join(filter(None, (spec.component, name))): one for name, one in parts.items()}
         components.pop("", None)  # a single reward without a name
-        if all(value is None for value in values.values()):
-            labels = ", ".join(rater.spec.config.label for rater in self._raters[source])
+        counted = self._counted(source)
+        if all(values[rater.spec.component] is None for rater in counted):
+            labels = ", ".join(rater.spec.config.label for rater in counted)
             return NoReward(f"reward {labels} of source {source!r} returned None (does not apply)")
         return Score(reward, components=components, solved=solved)
 

@@ -75,6 +75,15 @@ def test_none_leaves_the_sum_to_the_other_rewards() -> None:
         assert isinstance(failure, NoReward) and "returned None (does not apply)" in str(failure)
 
 
+def test_a_weight_of_0_changes_nothing_that_is_trained() -> None:
+    """A curve neither gives a reward to a response that has none, nor takes one away when it fails."""
+    [failure] = scores([function(), function("awaited", weight=0)], "[None]")
+    assert isinstance(failure, NoReward) and "reward tests.environments.functions:evaluated of source" in str(failure)
+    broken = function(weight=0, retries=0)
+    assert found(scores([EXACT, broken], "[1 / 0]", a="[1 / 0]")[0]) == (1.0, {"exact": 1.0}, True)
+    assert isinstance(scores([broken], "[1 / 0]")[0], RewardError)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

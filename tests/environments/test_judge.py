@@ -162,6 +162,25 @@ async def test_failures_that_may_pass_are_tried_again_until_the_server_is_well()
             assert len(server.requests) == retries + 1
 
 
+async def test_a_server_is_asked_again_when_it_says_however_short_the_deadline_is() -> None:
+    loop = asyncio.get_running_loop()
+    answers, asked_at_s = iter([Answer(429, b"busy", headers="Retry-After: 1\r\n"), "Score: 1"]), list[float]()
+
+    def answer(body: Any) -> Any:
+        asked_at_s.append(loop.time())
+        return next(answers)
+
+    assert await score_of(answer, timeout_s=0.5, retries=1) == 1.0
+    assert len(asked_at_s) == 2 and asked_at_s[1] - asked_at_s[0] >= 1
+
+
+async def test_a_judge_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    assert await score_of(lambda body: "Score: 1", retries=0) == 1.0
+
+
 @pytest.mark.parametrize("status", [301, 400, 401, 404])
 async def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> None:
     answers = iter([Answer(status, b"no such model"), "Score: 1", Answer(status, b"too long")])

@@ -195,13 +195,11 @@ class Reward(Protocol):
 
 @runtime_checkable
 class RemoteReward(Reward, Protocol):
-    """A reward that asks a server and counts what that costs.
-
-    Example: after two requests and a reply on record, ``used`` is ``Counter(requests=2, recalled=1,
-    prompt_tokens=310, reply_tokens=80)``.
-    """
+    """A reward that asks a server and counts what that costs."""
 
     used: Counter[str]
+    ready_at_s: float
+    """Time of the event loop before which the server wants no request to be tried again."""
 
     async def close(self) -> None: ...
 

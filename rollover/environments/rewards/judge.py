@@ -50,6 +50,7 @@ _FILE = "judge.sqlite"
 _MOST_BYTES = 1 << 22
 _MOST_WAIT_S = 30.0
 _FIRST_BACK_OFF_S = 0.5
+_NO_PROXY = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 _PROBE_S = 3.0
 """Seconds within which a judge's machine must answer in a dry run."""
 _OWN_ENTRIES = frozenset({"model", "messages", "temperature", "seed", "max_tokens", "n", "stream"})
@@ -186,10 +187,12 @@ class JudgeReward:
         self._parser: Callable[[str], Any] | None = import_function(config.parser) if config.parser else None
         self._key = os.environ.get(config.api_key_env or "", "")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, mounts=dict.fromkeys(_NO_PROXY))
         self._replies = _Replies(None if spec.folder is None else Path(spec.folder) / _FILE)
         self.used: Counter[str] = Counter(dict.fromkeys(("requests", "recalled", "prompt_tokens", "reply_tokens"), 0))
         """Number of ended requests, of replies that were on record, and of tokens."""
+        self.ready_at_s = 0.0
 
     async def score(self, sample: RewardSample) -> RewardValue:
         body = self._body(sample)
@@ -245,7 +248,8 @@ class JudgeReward:
             problem = f"{url} answered {answer.status_code}: {self._shown(content.decode(errors='replace'))}"
             if answer.status_code < 500 and answer.status_code not in _TRANSIENT:
                 raise MisshapenReward(problem)
-            await asyncio.sleep(_seconds(answer.headers.get("Retry-After", "")))
+            wait_s = _seconds(answer.headers.get("Retry-After", ""))
+            self.ready_at_s = max(self.ready_at_s, asyncio.get_running_loop().time() + wait_s)
             raise RewardError(problem)
         try:
             found = json.loads(content)

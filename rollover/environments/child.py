@@ -20,11 +20,7 @@ _LINE_LIMIT_BYTES = 2**24
 
 
 class Child:
-    """Holds one process, its keeper and the connection to it. Messages are JSON, one per line.
-
-    Example: ``child = await Child.start("rollover.environments.worker", {"specs": []}, "reward process")``, after which
-    ``child.send({"id": 1, ...})`` asks it something and ``await child.receive()`` returns its answer.
-    """
+    """Holds one process, its keeper and the connection to it. Messages are JSON, one per line."""
 
     def __init__(
         self, name: str, keeper: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

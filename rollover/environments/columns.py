@@ -22,11 +22,7 @@ Messages = list[dict[str, Any]]
 
 
 class Conversation(NamedTuple):
-    """Holds the turns to answer, and the assistant's turn that answers them.
-
-    Example: ``[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]`` has the first as its
-    prompt and ``"2"`` as its reply.
-    """
+    """Holds the turns to answer, and the assistant's turn that answers them."""
 
     prompt: Messages
     """The turns up to the reply."""

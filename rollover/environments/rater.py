@@ -28,10 +28,7 @@ _ALLOWANCE = 6 * _SHORTER
 
 
 class Rating(NamedTuple):
-    """The outcome of applying one reward: a value for each response, or the reason why there is none.
-
-    Example: ``Rating(values=[0.0], is_late=True)`` is a check that was late.
-    """
+    """The outcome of applying one reward: a value for each response, or the reason why there is none."""
 
     values: Sequence[RewardValue] = ()
     is_late: bool = False

@@ -28,9 +28,6 @@ class RewardScorer:
     """Scores the responses to the prompts of all sources of a run: an environment with one turn. Belongs to one event
     loop; ``close`` it there.
 
-    Example: with ``ExactConfig()`` for its source, the trajectory ``"<answer>42</answer>"`` to a prompt whose answer is
-    42 scores 1.0.
-
     Args:
         specs: the rewards of all sources; rewards of one source in the order in which they are listed.
         folder: of the run, where replies of judges are kept.

@@ -25,9 +25,6 @@ class EpisodeActor:
     Args:
         environments: by the name of their source.
         seed: the run's, of which the environments' seeds are made.
-
-    Example: with a calculator for source ``"sums"``, the turn ``"<tool_call>...</tool_call>"`` is answered with an
-    ``Observation`` whose text is ``"46"``.
     """
 
     def __init__(

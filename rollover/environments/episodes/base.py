@@ -168,7 +168,9 @@ def awaited(value: Any) -> Any:
 
     if threading.current_thread() is threading.main_thread():
         return _main_runner().run(wait())
-    return asyncio.run_coroutine_threadsafe(wait(), _shared_loop()).result()
+    with _starting:
+        loop = _shared_loop()
+    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
 
 @cache
@@ -176,13 +178,8 @@ def _main_runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _shared_loop() -> asyncio.AbstractEventLoop:
-    with _starting:
-        return _started_loop()
-
-
 @cache
-def _started_loop() -> asyncio.AbstractEventLoop:
+def _shared_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def serve() -> None:

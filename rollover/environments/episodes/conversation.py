@@ -131,19 +131,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def record_of(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a request adds to the conversation, as the journal has it.
-
-    Example: ``record_of([{"role": "user", "content": "1+1"}], ())`` returns
-    ``'{"messages": [{"role": "user", "content": "1+1"}]}'``.
-    """
+    """Return what a request adds to the conversation, as the journal has it."""
     return json.dumps({"messages": messages} | ({"tools": tools} if tools else {}), ensure_ascii=False)
 
 
 class ChatReply(NamedTuple):
-    """The model's turn, as the program gets it.
-
-    Example: ``ChatReply(2, "It is 46.", (), num_prompt_tokens=31, num_tokens=7)`` is the second turn of an episode.
-    """
+    """The model's turn, as the program gets it."""
 
     number: int
     content: str

@@ -45,11 +45,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class Door:
-    """Serves the programs of a run. Belongs to one event loop.
-
-    Example: ``key = door.let_in(guest)`` opens the door to a program that sends ``Authorization: Bearer KEY`` to
-    ``door.url``.
-    """
+    """Serves the programs of a run. Belongs to one event loop."""
 
     def __init__(self, keep_alive_s: float = _KEEP_ALIVE_S) -> None:
         self._keep_alive_s = keep_alive_s

@@ -17,10 +17,7 @@ from rollover.environments.episodes.conversation import ChatReply, ChatRequest, 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that was let in.
-
-    Example: ``Asked(request, 1, messages, (19, 6, 12), reply)`` goes on from turn 1, and ``reply`` is a future.
-    """
+    """A request that was let in."""
 
     request: ChatRequest
     parent: int
@@ -62,11 +59,7 @@ class Said(NamedTuple):
 
 @dataclass(slots=True)
 class Guest:
-    """Holds the conversations of one life of a program.
-
-    Example: after ``guest.ask(request, is_retry=False)`` the request is the last of ``guest.waiting``. Once
-    ``guest.take(request, turn)`` has made it a turn, ``guest.answer(turn, reply)`` lets its connections have the reply.
-    """
+    """Holds the conversations of one life of a program."""
 
     said: dict[int, Said] = field(default_factory=lambda: {0: Said([], ())})
     """The conversation up to each turn that was told, by its number. The turn 0 is empty."""

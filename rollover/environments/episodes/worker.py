@@ -55,9 +55,6 @@ class Holder:
 
     Args:
         repeated: called with the turn to answer after each turn that is repeated before it.
-
-    Example: ``Holder(config).answer({"key": "g0.1", "row": {}, "seed": 7, "num_turns": 0, "action": {"text": "up",
-    "token_ids": []}})`` begins an episode, and answers its first turn.
     """
 
     def __init__(

@@ -97,10 +97,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """The time of a training part, which others may join: ``share * batch_s + fixed_s``.
-
-    Example: with ``batch_s=20`` and ``fixed_s=1`` a part that trains 60% of every batch takes 13 s.
-    """
+    """The time of a training part, which others may join: ``share * batch_s + fixed_s``."""
 
     part: TrainingPart
     """The part when it trains alone."""

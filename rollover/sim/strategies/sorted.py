@@ -20,10 +20,7 @@ from rollover.rollout.strategy import OnFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted(Oversample):
-    """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next.
-
-    Example: with ``launched_groups=64, batch_size=16`` a pool is trained in four batches, the shortest groups first.
-    """
+    """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next."""
 
     on_full = OnFull.PARK
 

@@ -20,11 +20,7 @@ from rollover.rollout.strategies.oversample import Oversample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailRounds(Oversample):
     """A short round launches ``launched_groups``, a long one ``batch_size`` groups. Nothing that has a token is carried
-    over, except groups whose rewards are late.
-
-    Example: with ``launched_groups=40, batch_size=32``, four short rounds discard 8 groups each; a long round of their
-    32 prompts follows.
-    """
+    over, except groups whose rewards are late."""
 
     def groups_to_open(self, view: View) -> int:
         if view.ledger.num_unconsumed >= self.batch_size:

@@ -22,10 +22,7 @@ from rollover.rollout.strategies.config import Knob, NumRunning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold(BoundedAsync):
-    """``num_running`` samples decode while the quota lasts; generation continues while the trainer trains.
-
-    Example: with ``threshold=0.5, batch_size=32``, at most 48 groups are open or opened between two weight updates.
-    """
+    """``num_running`` samples decode while the quota lasts; generation continues while the trainer trains."""
 
     threshold: float
     """Number of groups opened ahead, in batches."""

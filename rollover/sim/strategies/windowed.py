@@ -22,10 +22,7 @@ from rollover.rollout.strategies.config import NumRunning
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed(BoundedAsync):
     """``bounded_async`` with a narrower choice of batches. It never locks up: the head is open, so it is running or
-    first in line to run, or it is ready and can be taken; once all groups are ready, so can all be.
-
-    Example: with ``window=32``, while group 7 is the oldest open one, ready groups up to 38 may be trained.
-    """
+    first in line to run, or it is ready and can be taken; once all groups are ready, so can all be."""
 
     window: int
     """Number of groups, counted from the head, that may be trained."""

@@ -26,11 +26,7 @@ _FOR_SOCKS = {"python_socks": "'python-socks[asyncio]'", "socksio": "socksio"}
 def proxy_for(url: str) -> str | None:
     """Return the URL of the proxy through which ``url`` is reached; ``None`` if there is none. It may hold a login.
 
-    Raises ``ConfigError`` if the environment names something that is no proxy.
-
-    Example: with ``HTTPS_PROXY=http://proxy.lan:3128``, ``proxy_for("wss://trainer.example:8790/v1/session")`` and
-    ``proxy_for("https://relay.example/blobs")`` are ``"http://proxy.lan:3128"``.
-    """
+    Raises ``ConfigError`` if the environment names something that is no proxy."""
     parts = urlsplit(url)
     host, is_encrypted = parts.hostname or "", parts.scheme in _ENCRYPTED
     if is_loopback(host) or proxy_bypass(f"{host}:{parts.port or (443 if is_encrypted else 80)}"):

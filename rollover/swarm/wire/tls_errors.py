@@ -36,11 +36,7 @@ def tls_refusal(error: BaseException | None) -> str | None:
 
 
 def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | None = None) -> str:
-    """Return why a certificate was not accepted, and what to do.
-
-    Example: ``"its certificate is not valid yet; this machine's clock says 2026-11-23 06:40 UTC: set it if that is
-    wrong"``.
-    """
+    """Return why a certificate was not accepted, and what to do."""
     clock = f"this machine's clock says {now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     code, reason = error.verify_code, error.verify_message.rstrip(".")
     if code == _NOT_YET_VALID:

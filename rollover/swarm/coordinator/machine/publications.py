@@ -25,9 +25,6 @@ class Publications:
 
     Args:
         earlier: publications of earlier starts that are on record, oldest first, each with its start.
-
-    Example: epoch 1 published versions 5, 6 and 7, and epoch 2 began with 6. Then versions 5 and 6 of epoch 1 are known
-    as well as version 6 of epoch 2, and version 7 of epoch 1 is not.
     """
 
     def __init__(self, earlier: Iterable[tuple[Epoch, Head]] = ()) -> None:

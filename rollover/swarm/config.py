@@ -9,7 +9,7 @@ from typing import Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
 from rollover.settings.changes import Changeable
-from rollover.swarm.wire.address import is_loopback
+from rollover.swarm.wire.address import has_place, is_loopback
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 
@@ -86,7 +86,7 @@ class SwarmConfig(EngineConfig):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         for url in self.blob_urls:
-            if not re.fullmatch(r"https?://[^\s?#@]+", url):
+            if not re.fullmatch(r"https?://[^\s?#@]+", url) or not has_place(url):
                 raise ValueError(f"blob_urls must look like 'https://relay/blobs', got {url!r}")
 
     @property

@@ -22,6 +22,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "open page": ({"admin": "0.0.0.0:8791"}, "opening the page needs no token: use '127.0.0.1:8791'"),
     "page without port": ({"admin": "localhost"}, "admin must look like '127.0.0.1:8791', got 'localhost'"),
     "relay": ({"blob_urls": ("ftp://x",)}, "blob_urls must look like"),
+    "port of a relay": ({"blob_urls": ("https://127.0.0.1:87955/v1/blobs",)}, "blob_urls must look like"),
+    "host of a relay": ({"blob_urls": ("https://relay..lan/x",)}, "blob_urls must look like"),
 }
 
 

@@ -69,6 +69,15 @@ async def test_a_source_that_goes_on_sending_something_else_is_left_for_another(
     assert bad.num_asked == 2 and good.num_asked == 1
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:87955", "http://relay..lan", "http://relay:port"])
+async def test_a_url_that_cannot_be_asked_is_left_for_another(tmp_path: Path, url: str) -> None:
+    (blob,) = store_blobs(tmp_path / "blobs", b"weights")
+    with serving(tmp_path / "blobs") as good:
+        async with open_downloads(tmp_path / "worker", url, good.url) as downloads:
+            await downloads.get([blob])
+    assert good.num_asked == 1
+
+
 @pytest.mark.parametrize("says_its_length", [True, False])
 async def test_a_blob_cut_short_at_one_source_comes_from_another(tmp_path: Path, says_its_length: bool) -> None:
     """Its disk ran full while it copied, say; the beginning is good, but nobody knows that before the end is there."""

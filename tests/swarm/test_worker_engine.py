@@ -183,6 +183,17 @@ async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Be
 
 
 @with_worker(make_engine=Away)
+async def test_a_worker_without_servers_ends_when_it_is_stopped(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    bench.engine.is_up.clear()  # type: ignore[attr-defined]
+    await bench.clock.move(31.0)
+    await link.until(lambda: link.is_closed)
+    bench.made.stop()
+    assert bench.running is not None
+    await bench.running
+
+
+@with_worker(make_engine=Away)
 async def test_a_worker_whose_servers_stay_away_leaves_with_the_reason(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]

@@ -222,10 +222,11 @@ class BlobDownloads:
             await self._receive(url, digest, num_bytes, meter, past_cache=past_cache)
             await asyncio.to_thread(self._folder.accept, digest)
             self._has_said.discard(url)
-        except httpx.HTTPError as error:
-            raise _Failed(tls_refusal(error) or str(error) or type(error).__name__) from None
         except PublicationError as error:
             raise _Failed(str(error), is_damaged=True) from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError, ExceptionGroup) as error:
+            # All but the first: of a URL that cannot be asked.
+            raise _Failed(tls_refusal(error) or str(error) or type(error).__name__) from None
         except ResourceError:
             self._folder.partial(digest).unlink(missing_ok=True)
             raise

@@ -82,13 +82,11 @@ class PublicationLog:
             self.kept = ()
             return
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RunError(
-                f"{self._file} cannot be read: {error}; delete its folder to start with full weights"
-            ) from None
+            raise RunError(f"{self._file} cannot be read: {error}; delete it to start with full weights") from None
         if state.run_id != self._run_id:
             raise RunError(f"{self._file} lists publications of the run {state.run_id!r}, this is {self._run_id!r}")
         if state.kept and state.kept[0].kind != "full":
-            raise RunError(f"{self._file} begins with a delta; delete its folder to start with full weights")
+            raise RunError(f"{self._file} begins with a delta; delete it to start with full weights")
         self.kept = state.kept
 
     def move_head(self, manifest: PublicationManifest, digest: str) -> Head:

@@ -78,13 +78,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _split(url: str) -> SplitResult:
+def has_place(url: str) -> bool:
+    """Return whether a URL names a host and, if it names a port, one that exists."""
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        return bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:
-        is_address = False
-    if not is_address or any(c.isspace() for c in url):
+        return False
+
+
+def _split(url: str) -> SplitResult:
+    if not has_place(url) or (parts := urlsplit(url)).scheme not in _SCHEMES or any(c.isspace() for c in url):
         raise ConfigError(
             f"{url!r} is not a coordinator's address: it must look like 'wss://host:8790' or 'ws://127.0.0.1:8790'"
         )

@@ -152,7 +152,7 @@ class SwarmWorker:
         num_failures = num_older = 0
         since_s = self._clock.now_s()
         while not self._stopping.is_set():
-            await self._probe()
+            await self._unless_stopped(self._probe())
             try:
                 await self._unless_stopped(self._connect())
                 num_failures = num_older = 0

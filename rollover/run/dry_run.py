@@ -67,7 +67,7 @@ def _model(config: RunConfig) -> Iterator[str]:
 def _warmup(config: RunConfig) -> Iterator[str]:
     if config.sft is not None:
         yield f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples"
-        yield from _rising(config.sft, config.sft.num_steps)
+        yield from _rates(config.sft, config.sft.num_steps)
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
@@ -78,11 +78,13 @@ def _steps(config: RunConfig) -> Iterator[str]:
     )
     yield f"strategy {r.strategy.kind}: {r.strategy.describe(r)}, staleness at most {r.staleness_bound} versions"
     yield f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}"
-    yield from _rising(config.trainer, config.steps)
+    yield from _rates(config.trainer, config.steps)
 
 
-def _rising(section: StepConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a learning rate that is still rising when training ends."""
+def _rates(section: StepConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a learning rate that is still rising when training ends, and of one that does not fall."""
+    if section.final_lr_ratio and section.schedule == "constant":
+        yield f"warning: {section.section}.final_lr_ratio has no effect with schedule 'constant'"
     if section.warmup_steps > num_steps:
         yield (
             f"warning: {section.section}.warmup_steps ({section.warmup_steps}) is above the {num_steps} steps, so the"

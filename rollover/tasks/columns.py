@@ -79,10 +79,11 @@ class ColumnMap:
         self._answer_key = f"answer_column of source {settings.source!r}"
         names = [name for name in PROMPT_COLUMNS if name != ALPACA[1] or not has_value(first, ALPACA[0])]
         chosen = settings.prompt or _choose(first, names, key=self._prompt_key, where=where)
-        if settings.prompt is None and chosen == ALPACA[0] and (ALPACA[1] in first or isinstance(first[chosen], str)):
-            chosen = ALPACA[:2]  # later rows may have both
+        self._may_have_input = settings.prompt is None and chosen == ALPACA[0]
+        if self._may_have_input and ALPACA[1] in first:
+            chosen = ALPACA[:2]
         self._paths = (chosen,) if isinstance(chosen, str) else chosen
-        for path in () if settings.prompt is None else self._paths:
+        for path in self._paths:
             if not is_there(first, path):
                 raise _lacking(first, path, key=self._prompt_key, where=where)
         self.parts = self._paths if len(self._paths) > 1 else ()
@@ -105,8 +106,8 @@ class ColumnMap:
         # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
-        read = {*self._paths, *self._needed} if settings.keep is None and not settings.whole else set(_SYSTEM)
-        self._unread = [name for name in _SYSTEM if name not in read]
+        known = (*self._paths, *settings.needed) if settings.keep is None and not settings.whole else _SYSTEM
+        self._unread = [name for name in _SYSTEM if name not in known]
         self.content(first, where)
         self.travelling = tuple(self.kept(first, where))
         """The columns of the first row that travel with its prompt, and the name under which functions get the reply
@@ -130,6 +131,8 @@ class ColumnMap:
             return joined(row, self.parts, where)
         value = self._prompt_of(row, where)
         if not is_messages(content := parsed(value)):
+            if self._may_have_input and isinstance(more := row.get(ALPACA[1]), str) and more.strip():
+                return joined(row, ALPACA[:2], where)  # the first row left it out
             return content
         return split_conversation(parsed(read_json(value, where)) if isinstance(value, str) else content, where).prompt
 

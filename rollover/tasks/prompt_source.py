@@ -302,7 +302,9 @@ def reply_ids(tokenizer: FastTokenizer, text: str, end: int) -> tuple[int, ...]:
         text = text[: spelled.pop()[0]]
     written = markers.encode(text, spelled)
     if written is None:
-        raise DataError(f"a response spells out an end token, which cannot be written as text: {text!r}; leave it out")
+        raise DataError(
+            f"a response spells out an end token, which cannot be written as text: {text!r:.80}; leave it out"
+        )
     return (*written, end)
 
 

@@ -71,8 +71,6 @@ class StepConfig:
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "at least 0")
         _require(0 <= self.final_lr_ratio <= 1, "final_lr_ratio", self.final_lr_ratio, "in [0, 1]")
-        if self.final_lr_ratio and self.schedule == "constant":
-            raise ValueError("final_lr_ratio has no effect with schedule 'constant': set 'linear' or 'cosine', or 0")
         _require(0 <= self.adam_beta1 < 1, "adam_beta1", self.adam_beta1, "in [0, 1)")
         _require(0 <= self.adam_beta2 < 1, "adam_beta2", self.adam_beta2, "in [0, 1)")
         _require(self.adam_epsilon > 0, "adam_epsilon", self.adam_epsilon, "above 0")

@@ -373,6 +373,8 @@ def test_a_learning_rate_that_never_reaches_its_peak_is_told(section: str, num_s
         return any(line.startswith(f"warning: {key} ({warmup_steps}) is above the {num_steps} steps") for line in lines)
 
     assert told(num_steps + 1) and not told(num_steps)
+    ratio = [f"--{section}.schedule", "constant", f"--{section}.final_lr_ratio", "0.1"]
+    assert f"warning: {section}.final_lr_ratio has no effect" in "\n".join(dry_run(build_config("quickstart", ratio)))
 
 
 @pytest.mark.parametrize("key", ["trainer.device", "sft.device"])

@@ -38,7 +38,8 @@ def test_a_plain_address_without_a_port_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["swarm.example", "ftp://a", "ws://", "ws://a:0", "ws://a:70000", "ws://a b", "", "ws://[1", "wss://a..lan:8790"]
+    "url",
+    ["swarm.example", "ftp://a", "ws://", "ws://a:0", "ws://a:70000", "ws://a b", "", "ws://[1", "wss://a..lan:8790"],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="not a coordinator's address"):

@@ -252,6 +252,13 @@ def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not(begun: dic
     assert columns.question(first, "row 0").content == "add"
     assert columns.question(first | {"input": "1, 2"}, "row 1").content == "add\n\n1, 2"
     assert columns.reference(first, "row 0") == "3"
+    assert set(columns.kept(first, "row 0")) == ({"instruction", "input", "output"} if begun else {"output"})
+
+
+def test_messages_under_instruction_are_messages() -> None:
+    row = {"instruction": '[{"role": "user", "content": "2+2"}]', "output": "4"}
+    columns = ColumnMap(ColumnSettings(source="data"), row, "row 0")
+    assert columns.question(row, "row 0").content == [{"role": "user", "content": "2+2"}]
 
 
 def test_a_system_column_that_no_model_would_read_is_refused() -> None:

@@ -198,7 +198,7 @@ class ServerConfig(EngineConfig):
                 )
             if not _is_reachable(url):
                 raise ValueError(f"urls must name a host, and a port from 1 to 65535 or none, got {url!r}")
-        plain = [url.rstrip("/").lower() for url in self.urls]
+        plain = [url.rstrip("/") for url in self.urls]
         if repeated := {url for url in plain if plain.count(url) > 1}:
             raise ValueError(f"urls names {min(repeated)!r} more than once")
         self._check_running()

@@ -19,8 +19,8 @@ class WorkerConfig:
     """Decode in step with the calls' consumers, as a run with ``deterministic = true`` does; the embedded engine alone
     can."""
     max_held_tokens: int = 1_000_000
-    """Decoded tokens that wait for an acknowledgement, at 200 bytes each (700 with the experts of a large mixture), up to
-    which the worker continues to decode while the coordinator is away. Then it stands still; nothing is dropped."""
+    """Decoded tokens that wait for an acknowledgement, at 200 bytes each (700 with the experts of large mixtures), up
+    to which the worker continues to decode while the coordinator is away. Then it stands still; nothing is dropped."""
     version_timeout_s: float = 900.0
     """Seconds for which a call waits for the weights that it needs before it is handed back."""
     fetch_timeout_s: float = 3600.0

@@ -359,7 +359,6 @@ def test_requests_that_cannot_run_are_refused_by_name(folder: Path) -> None:
     assert core.stats().num_waiting == 1
 
 
-@BOTH
 def test_an_iteration_runs_on_the_engines_own_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core, used = core_of(folder), []
 
@@ -375,6 +374,7 @@ def test_an_iteration_runs_on_the_engines_own_gpu(folder: Path, monkeypatch: pyt
     assert used == [torch.device("cuda:1")]
 
 
+@BOTH
 def test_nonfinite_logits_fail_the_step_and_leave_a_usable_engine(folder: Path) -> None:
     core = core_of(folder)
     good = tiny_model(sharpness=3.0).state_dict()

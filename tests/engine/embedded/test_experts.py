@@ -33,7 +33,7 @@ from tests.engine.servers.embedded.kit import CONTEXT, opened, serving
 WAYS = ["compiled", "torch", "recorded"]
 ROUNDING = 1e-5
 """Of log-probs: float32 rounds at 6e-8 of its sums, here of up to 64 terms of about 1 in each of two layers, 8e-6 in
-all. A wrong expert moves them by more than a hundredth."""
+all. A wrong expert moves the worst of a response by more than a tenth."""
 
 
 def experts_model(seed: int = 0, **settings: Any) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.servers.embedded import messages
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 from rollover.hf.architecture import Architecture
 from rollover.token_bytes import join_bytes
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
@@ -191,6 +191,10 @@ class ServedEngine:
             self._labels[version] = label
             try:
                 await take(version)
+            except EngineTimeout:  # the engine may take them yet
+                self._labels[version] = _partial_label()
+                self._version, self._is_partial = version, True
+                raise
             except BaseException:
                 del self._labels[version]
                 raise

@@ -23,9 +23,9 @@ from rollover import cli
 from rollover.engine.servers.embedded import served
 from rollover.engine.servers.embedded.application import application
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.embedded.messages import GroupAddress
+from rollover.engine.servers.embedded.messages import GroupAddress, LoadBody
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.groups import TorchGroup
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens, update
@@ -265,6 +265,17 @@ async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
     assert [group.is_closed for group in made] == [True, False]
     await server.leave()
     assert made[1].is_closed
+
+
+async def test_weights_that_may_still_come_have_no_known_label(folders: tuple[Path, Path]) -> None:
+    async def late(version: int, source: Any, *, keeps_kv: bool) -> None:
+        raise EngineTimeout("the embedded engine did not get to 'load'")
+
+    engine: Any = SimpleNamespace(load=late)
+    server = served.ServedEngine(engine, folders[0], label="old")
+    with pytest.raises(EngineTimeout):
+        await server.load(LoadBody(**loading(folders[1], "new")))
+    assert server._labels[server._version].startswith("partial-") and server._is_partial
 
 
 def loading(folder: Path, label: str) -> dict[str, Any]:

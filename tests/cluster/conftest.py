@@ -48,6 +48,7 @@ def cluster() -> Iterator[Any]:
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # at Ray's 15, ranks beside two busy processes take minutes to start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "PYTHONPATH": str(ROOT),
     # A node that is removed is missed after three seconds, not fifteen; one that answers late still has ten.

@@ -188,7 +188,8 @@ async def test_a_worker_without_servers_ends_when_it_is_stopped(bench: Bench) ->
     bench.engine.is_up.clear()  # type: ignore[attr-defined]
     await bench.clock.move(31.0)
     await link.until(lambda: link.is_closed)
-    bench.made.stop()
+    await bench.clock.move(100.0)  # it waits for a server
+    bench.made.stop("Ctrl-C")
     assert bench.running is not None
     await bench.running
 

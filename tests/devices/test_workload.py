@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.devices.workload import length_buckets
-from rollover.errors import DataError
+from rollover.devices.workload import length_buckets, read_workload
+from rollover.errors import DataError, PlanError
 
 SAMPLES = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
@@ -58,3 +58,9 @@ def test_siblings_that_resemble_one_another_are_taken_as_they_are() -> None:
 def test_lengths_that_cannot_be_are_refused(lengths: list[int]) -> None:
     with pytest.raises(DataError, match="at least"):
         length_buckets(lengths, group_size=1, num_groups=1)
+
+
+@pytest.mark.parametrize("group_size", [0, 5_000_000])
+def test_groups_that_cannot_be_drawn_are_refused(group_size: int) -> None:
+    with pytest.raises(PlanError, match=f"group_size must be at (least 1|most 4096), got {group_size}"):
+        read_workload("light-8k", num_groups=1, group_size=group_size)

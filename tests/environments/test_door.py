@@ -117,6 +117,11 @@ def test_a_reply_has_the_calls_of_the_turn_under_ids_that_follow_from_it() -> No
     assert reply_to(stopped, "a\nb", call_reader("hermes"), number=1, sizes=(1, 1)).content == "a"
 
 
+def test_blank_lines_after_a_fence_are_read_once() -> None:
+    """By one try for each pair of them, these took four seconds."""
+    assert call_reader("json")("```" + "\n" * 20_000) == []
+
+
 def test_calls_that_no_request_could_repeat_are_text_or_named() -> None:
     deep = CALL.replace("1", "[" * 200 + "]" * 200)
     assert (reply(deep, tools=[CALC]).content, reply(deep, tools=[CALC]).calls) == (deep, ())

@@ -169,14 +169,18 @@ class Away(FakeEngine):
             raise EngineError(self.why)
 
 
-@with_worker(make_engine=Away)
-async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Bench) -> None:
+async def without_servers(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.is_up.clear()  # type: ignore[attr-defined]
     await bench.clock.move(31.0)
     await link.until(lambda: link.is_closed)
     assert not link.all(Heartbeat)
     await bench.clock.move(100.0)
+
+
+@with_worker(make_engine=Away)
+async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Bench) -> None:
+    await without_servers(bench)
     assert len(bench.coordinator.authorizations) == 1, "it does not come back without an engine"
     bench.engine.is_up.set()  # type: ignore[attr-defined]
     await bench.member_again(head(0))
@@ -184,11 +188,7 @@ async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Be
 
 @with_worker(make_engine=Away)
 async def test_a_worker_without_servers_ends_when_it_is_stopped(bench: Bench) -> None:
-    link = await bench.member(head(0), ttl_s=30.0)
-    bench.engine.is_up.clear()  # type: ignore[attr-defined]
-    await bench.clock.move(31.0)
-    await link.until(lambda: link.is_closed)
-    await bench.clock.move(100.0)  # it waits for a server
+    await without_servers(bench)
     bench.made.stop("Ctrl-C")
     assert bench.running is not None
     await bench.running

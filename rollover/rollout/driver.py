@@ -109,7 +109,7 @@ class RolloutDriver:
             strategy=strategy,
             source=source,
             state=state,
-            max_running=engine.capabilities.max_running,
+            max_running=lambda: engine.capabilities.max_running,  # fewer while a server is out
             placement=None
             if placement is None
             else EnginePlaces(placement, state.ledger, sampling, strategy.max_staleness),

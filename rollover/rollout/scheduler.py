@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -146,7 +147,7 @@ class Scheduler:
 
     Args:
         state: the ledger and the statistics; nothing else may apply events to them while the scheduler works.
-        max_running: samples the engine decodes at the same time.
+        max_running: samples the engine decodes at the same time, or a function that returns how many at present.
         placement: where samples are placed, if the members of the engine come and go; ``max_running`` is then ignored.
         compares_siblings: whether the samples of a group of this source are scored together, once each has ended.
         emit: called with each event once the ledger has applied it.
@@ -158,7 +159,7 @@ class Scheduler:
         strategy: Strategy,
         source: Source,
         state: RolloutState,
-        max_running: int,
+        max_running: int | Callable[[], int],
         limits: Limits | None = None,
         placement: SamplePlacement | None = None,
         emit: Callable[[Event], None] = lambda event: None,
@@ -173,8 +174,10 @@ class Scheduler:
         self._is_paused = False
         self._keeps_running = strategy.on_full is OnFull.KEEP
         self._source = source
-        self._max_running = max_running
         self._placement = placement
+        self._room = (
+            placement.room if placement else max_running if callable(max_running) else partial(int, max_running)
+        )
         self._limits = limits or Limits()
         self._rules = rules or GroupRules()
         self._compares_siblings = compares_siblings
@@ -267,7 +270,7 @@ class Scheduler:
             takes_returned = strategy.takes_returned(view)
             for _ in range(num_groups):
                 self._open_group(now_s, takes_returned=takes_returned)
-        room = (self._max_running if self._placement is None else self._placement.room()) - len(ledger.running)
+        room = self._room() - len(ledger.running)
         if room <= 0 or not (ledger.waiting or ledger.parked) or self._all_have_to_wait:
             return ()
         starts: list[StartSample] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rollover.errors import (
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
+    Event,
     GroupDropped,
     SampleFailed,
     SampleScored,
@@ -64,6 +66,27 @@ def of(sample: str, special: int, others: int = 4) -> Callable[[GenerateRequest]
 def make_engine(cls: type[FakeEngine] = FakeEngine, **kwargs: Any) -> Any:
     defaults: dict[str, Any] = {"length": lognormal(6, 1.0), "auto": True, "clock": VirtualClock()}
     return cls(**(defaults | kwargs))
+
+
+@pytest.mark.parametrize("name", ["sync", "rollover"])
+async def test_no_more_calls_are_open_than_the_engine_has_room_for_at_present(name: str) -> None:
+    """It has less while one of its servers is out."""
+    started: list[tuple[int, int]] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SampleStarted):
+            started.append((rig.engine.capabilities.max_running, len(rig.ledger.running)))
+
+    rig = make_rig(name, max_running=6, rollout_batch_size=8, observer=watch, watched=False)
+    training = asyncio.create_task(with_stop(rig, rig.train(2)))
+    for room in (6, 2, 6):
+        rig.engine.capabilities = replace(rig.engine.capabilities, max_running=room)
+        if room == 2:
+            rig.engine.fail(EngineError("a server died"))
+        await asyncio.sleep(9.0)
+    await training
+    for room in (2, 6):
+        assert max(running for at_present, running in started if at_present == room) == room
 
 
 # -- rewards ------------------------------------------------------------------------------------------------

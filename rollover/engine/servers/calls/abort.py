@@ -29,9 +29,6 @@ class Aborter:
     Args:
         server: what messages call it.
         timeout_s: how long the server may take; after half of it, all its calls are aborted.
-
-    Example: with ``timeout_s=10``, ``await aborter.abort(calls)`` asks by id for 5 s, then aborts every call of the
-    server, and after 10 s ends the calls that are still open from here.
     """
 
     def __init__(self, server: str, dialect: Dialect, calls: OpenCalls, *, timeout_s: float) -> None:

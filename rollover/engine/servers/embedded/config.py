@@ -52,10 +52,7 @@ class EmbeddedServerConfig(ServerConfig):
     when left out."""
 
     def embedded(self) -> EmbeddedConfig:
-        """Return the settings of the engine in each server that is started.
-
-        Example: ``EmbeddedServerConfig(launch=True, max_running=8).embedded().max_running == 8``.
-        """
+        """Return the settings of the engine in each server that is started."""
         return EmbeddedConfig(max_running=self.running(), **{key: getattr(self, key) for key in _OF_STARTED})
 
     def started(self) -> EmbeddedConfig:

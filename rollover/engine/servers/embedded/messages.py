@@ -87,10 +87,7 @@ class EmptyBody(_Body):
 
 
 class AbortBody(_Body):
-    """Names the calls to end.
-
-    Example: ``AbortBody(request_ids=["a#1.0"])`` ends one call, and ``AbortBody(all=True)`` every call.
-    """
+    """Names the calls to end."""
 
     request_ids: list[str] = Field(default_factory=list)
     all: bool = False
@@ -110,10 +107,7 @@ class LoadBody(_Body):
 
 
 class GroupAddress(_Body):
-    """Tells where a process group meets, and which place in it the server takes.
-
-    Example: the second of two servers of one rank gets ``rank_offset=2, world_size=3``.
-    """
+    """Tells where a process group meets, and which place in it the server takes."""
 
     master_address: str
     master_port: Annotated[int, Field(ge=1, le=65535)]

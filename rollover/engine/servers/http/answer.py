@@ -46,11 +46,7 @@ class Answer(BaseModel):
 
 
 class Event(Answer):
-    """One event of a stream. An event that reports an error has another form and ends the stream with that error.
-
-    Example: ``{"choices": [], "error": null}`` is a ``Completion``, and ``{"error": {"message": "out of memory"}}`` is
-    none.
-    """
+    """One event of a stream. An event that reports an error has another form and ends the stream with that error."""
 
     error: None = None
 

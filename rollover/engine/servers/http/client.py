@@ -33,10 +33,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Unreachable(EngineError):
-    """A server to which no connection can be made: there is none at its address.
-
-    Example: ``http://10.0.0.5:8000 cannot be reached for GET /health: connection refused``
-    """
+    """A server to which no connection can be made: there is none at its address."""
 
 
 @contextmanager

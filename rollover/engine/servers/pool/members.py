@@ -59,10 +59,7 @@ class PoolEngine(Engine, WeightTarget, Protocol):
 
 
 class Health(Enum):
-    """The health of a member; only a member that is up is given new calls.
-
-    Example: a member that is ``UP`` is ``SUSPECT`` after 1 failed call, and ``DOWN`` if the next probe fails too.
-    """
+    """The health of a member; only a member that is up is given new calls."""
 
     UP = "up"
     SUSPECT = "suspect"
@@ -265,10 +262,7 @@ class Members:
 
 
 class Dispatch:
-    """Assigns calls to the member with most room, or to the member of their siblings.
-
-    Example: of two members with 64 slots, one with 10 calls and one with 3, the second gets the next prompt.
-    """
+    """Assigns calls to the member with most room, or to the member of their siblings."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

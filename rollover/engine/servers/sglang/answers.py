@@ -44,10 +44,7 @@ class RankCalls(Answer):
 
 
 class CallCounts(Answer):
-    """The calls of all ranks.
-
-    Example: ``{"loads": [{"num_running_reqs": 12, "num_waiting_reqs": 3}]}``: 15 calls.
-    """
+    """The calls of all ranks."""
 
     loads: list[RankCalls]
 
@@ -60,10 +57,7 @@ class UpdateOutcome(Answer):
 
 
 class AdapterOutcome(Answer):
-    """The outcome of loading or unloading an adapter.
-
-    Example: ``{"success": true, "loaded_adapters": {"policy-3": "/weights/v3"}}``.
-    """
+    """The outcome of loading or unloading an adapter."""
 
     success: bool
     error_message: Shown | None = None
@@ -124,10 +118,7 @@ class Generation(Event):
 
 
 class Worker(Answer):
-    """A worker, as a router describes it.
-
-    Example: ``{"url": "http://10.0.0.5:30000", "worker_type": "decode"}`` cannot be used.
-    """
+    """A worker, as a router describes it."""
 
     url: str
     worker_type: Shown = "regular"

@@ -67,10 +67,7 @@ class StartedServer(Protocol):
 
 
 class ServerPlaces(Protocol):
-    """Finds places for servers to be started.
-
-    Example: ``ThisMachine(logs).configs(config)`` has ``config.num_servers`` entries.
-    """
+    """Finds places for servers to be started."""
 
     def configs(self, config: C) -> Sequence[C]:
         """Return the config of each server, which may differ in ``max_running`` and ``launch_args``."""
@@ -86,8 +83,6 @@ class ThisMachine:
 
     Args:
         logs: the folder of their logs.
-
-    Example: server 1 listens on a free port and writes ``logs/server-1.log``.
     """
 
     def __init__(self, logs: Path) -> None:

@@ -52,10 +52,7 @@ class WeightInfo(Answer):
 
 
 class WorldSize(Answer):
-    """The number of workers of a server.
-
-    Example: ``{"world_size": 4}`` with two data-parallel ranks of two devices.
-    """
+    """The number of workers of a server."""
 
     world_size: Annotated[int, Field(ge=1, lt=1 << 20)]
 

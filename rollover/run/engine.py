@@ -28,7 +28,7 @@ async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: C
     """Open the engine with the model in ``folder``. ``notify`` shows the user messages about the engine."""
     places = None
     if config.cluster is not None and config.cluster.num_engines:
-        root = config.engine.weights_root(run.path / "weights", run.path.name) or run.path / "weights"
+        root = config.engine.weights_root(run.path / "weights", run.identity()) or run.path / "weights"
         adapters = config.published_adapters is not None
         places = partial(open_places, config.cluster, run, root, notify, sends_adapters=adapters)
     setup = EngineSetup(
@@ -37,7 +37,7 @@ async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: C
         root=run.path,
         clock=SystemClock(),
         lockstep=config.deterministic,
-        weights_name=run.path.name,
+        weights_name=run.identity(),
         places=places,
         adapters=config.published_adapters,
         longest_tokens=longest_tokens(config),

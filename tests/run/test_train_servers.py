@@ -23,6 +23,7 @@ CONTEXT = 80
 
 def train(*urls: str, steps: int = 3, strategy: str = "april") -> int:
     engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps(urls), "--engine.max_running", "24"]
+    engine += ["--engine.weights_dir", "shared"]
     run = ["train", "run.toml", "--run-dir", "out", "--steps", str(steps), "--rollout.strategy", strategy]
     return cli.main([*run, *engine])
 
@@ -38,9 +39,9 @@ def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment
     versions = {v for batch in runs.batches(out) for t in batch.trajectories for v in t.policy_versions}
     # A fast server may finish all that APRIL has asked of one version before the next one is there.
     assert versions == {0, 1, 2} if strategy == "sync" else {0} < versions <= {0, 1, 2}
-    assert sorted(p.name for p in (out / "weights").iterdir()) == ["v2", "v3"]
     with RunDir(out) as run:
         name = run.identity()
+    assert sorted(p.name for p in Path("shared", name).iterdir()) == ["v2", "v3"], "no other run has this folder"
     assert {one.version, two.version} == {f"rollover:{name}:3:free"}
     assert min(sum(path == "/v1/completions" for _, path, _, _ in server.log) for server in (one, two)) > 5
     # APRIL's later batches hold tokens of older versions, how many depends on timing; the first holds none.

@@ -63,8 +63,8 @@ class ServerConfig(EngineConfig):
     """Samples decoded at the same time by each server, or a list with one number for each of the `urls`, as in `[64,
     256]`. The server's own limit should not be lower, or calls queue there."""
     weights_dir: Changeable[str | None] = None
-    """Folder through which weights reach the servers; it must have the same path on their machines. `weights` in the
-    run directory when left out."""
+    """Folder through which weights reach the servers; it must have the same path on their machines. Each run makes a
+    folder of its own in it. `weights` in the run directory when left out."""
     colocated: Changeable[bool] = False
     """The trainer trains on the servers' devices, and they give back the memory of weights and cache while it does. The
     cache is then recomputed, and strategies that generate during training cannot be used."""

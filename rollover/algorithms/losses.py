@@ -13,6 +13,7 @@ the share times W.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denomina
     """
     _check(tokens, denominators, needs_ref=algorithm.needs_ref)
     correction = correction_factors(algorithm, tokens)
-    objective = token_losses(algorithm, tokens)
+    kept = replace(tokens, loss_mask_T=tokens.loss_mask_T * (1 - correction.rejected_T))
+    objective = token_losses(algorithm, kept)
     loss_T = correction.factor_T * objective.loss_T
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         assert tokens.ref_logprobs_T is not None
@@ -62,7 +64,7 @@ def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denomina
     weight_T = aggregation_weights(algorithm, tokens, denominators)
     loss = (weight_T * tokens.loss_mask_T * loss_T).sum()
     with torch.no_grad():
-        start = token_losses(algorithm, tokens, at_start=True)
+        start = token_losses(algorithm, kept, at_start=True)
         metrics = LossMetrics.of(algorithm, tokens, correction, objective, start)
     return loss, metrics
 
@@ -121,7 +123,8 @@ def _check(tokens: TokenBatch, denominators: Denominators, *, needs_ref: bool) -
 
 
 def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = False) -> TokenLosses:
-    """Compute the objective of each token. ``at_start`` evaluates it at the proximal policy, where the step began."""
+    """Compute the objective of each token. The loss mask leaves out rejected tokens too, so that no ratio contains
+    them. ``at_start`` evaluates the objective at the proximal policy, where the step began."""
     trainer_T = tokens.proximal_logprobs_T if at_start else tokens.trainer_logprobs_T
     old_T = tokens.proximal_logprobs_T if algorithm.old == "proximal" else tokens.rollout_logprobs_T
     log_ratio_T = _log_ratio_at_level(algorithm, tokens, trainer_T, trainer_T - old_T.detach())
@@ -130,7 +133,7 @@ def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = F
 
 def _log_ratio_at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:
     """Return each token's log-ratio at the level that the algorithm compares policies at; for the GSPO loss (arXiv
-    2507.18071, sections 4.1 and 4.3), this is the sample's geometric mean."""
+    2507.18071, sections 4.1 and 4.3), this is the geometric mean over the sample's unmasked tokens."""
     if algorithm.ratio_level == "token":
         return log_ratio_T
     mean_B = tokens.sum_per_sample(log_ratio_T * tokens.loss_mask_T) / trained_tokens_B(tokens)

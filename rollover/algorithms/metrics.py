@@ -53,9 +53,9 @@ def _has_gradient(algorithm: Algorithm, tokens: TokenBatch, admitted_T: Tensor) 
     rejected."""
     by_reward_T = admitted_T & (tokens.advantages_T != 0)
     if algorithm.ratio_level == "sequence" and OBJECTIVES[algorithm.objective].trains_ratio:
-        # One ratio for the whole sample: each of its unmasked tokens moves the loss of all the others.
+        # One ratio for the whole sample: each of its admitted tokens moves the loss of all the others.
         by_reward_B = tokens.sum_per_sample(by_reward_T.to(tokens.loss_mask_T.dtype)) > 0
-        by_reward_T = (tokens.loss_mask_T > 0) & by_reward_B[tokens.sample_T]
+        by_reward_T = admitted_T & by_reward_B[tokens.sample_T]
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         return admitted_T | by_reward_T
     return by_reward_T

@@ -123,6 +123,19 @@ def test_gspo_moves_all_tokens_of_a_sample_by_its_one_ratio() -> None:
     assert not torch.allclose(gradient(row("grpo"), tokens, WORKED), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["gspo", "gspo-token", "grpo"])
+@pytest.mark.parametrize(
+    "columns",
+    [{"correction": "mask_stale"}, {"correction": "mis", "correction_level": "token", "correction_bounds": (0.6, 2)}],
+)
+def test_rejected_tokens_neither_move_the_ratio_of_their_sample_nor_are_moved_by_it(
+    name: str, columns: dict[str, object]
+) -> None:
+    # the first token alone is kept: its ratio of 1.5 is the ratio of its sample, over 2 samples and 2 tokens
+    algorithm = row(name, clip_high=0.6, **columns)
+    assert gradient(algorithm, worked_batch(), WORKED).tolist() == pytest.approx([-1.5 / 4, 0, 0], abs=1e-12)
+
+
 def test_gspo_clips_a_sample_as_a_whole() -> None:
     # the positive sample's sequence ratio 1.16 is clipped although its second token has ratio 0.9
     grad = gradient(row("gspo"), worked_batch(), WORKED)

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPrompt:
-    """Holds the rewards of the samples drawn for one prompt.
-
-    Example: ``ScoredPrompt(source="eval/sums", prompt_id="eval/sums/3@0", rewards=(1.0, 0.0, 0.0, 1.0))``: two of four
-    samples are right, so that pass@1 is 0.5 and pass@2 is 1 - C(2, 2) / C(4, 2) = 0.83.
-    """
+    """Holds the rewards of the samples drawn for one prompt, and whether each solved it."""
 
     source: str
     prompt_id: str
     rewards: tuple[float, ...]
+    solved: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,12 @@ def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(mean, math.sqrt(variance / count))
 
 
-def evaluate(
-    prompts: Iterable[ScoredPrompt], pass_scores: Mapping[str, float], ks: Mapping[str, Sequence[int]]
-) -> tuple[EvalRow, ...]:
+def evaluate(prompts: Iterable[ScoredPrompt], ks: Mapping[str, Sequence[int]]) -> tuple[EvalRow, ...]:
     """Compute one row per source in order of appearance and, if there are several, a last row ``"all"`` over all
     prompts.
 
-    ``pass_scores`` gives the lowest reward at which a sample of a source counts as solved, and ``ks`` the values of k
-    for its pass@k; the last row has the values that all sources have. Raises ``ValueError`` when
-    there is no prompt, a prompt without samples, or one with fewer samples than some k.
+    ``ks`` gives the values of k for the pass@k of a source; the last row has the values that all sources have. Raises
+    ``ValueError`` when there is no prompt, a prompt without samples, or one with fewer samples than some k.
     """
     by_source: dict[str, list[ScoredPrompt]] = {}
     for prompt in prompts:
@@ -90,23 +84,19 @@ def evaluate(
         by_source.setdefault(prompt.source, []).append(prompt)
     if not by_source:
         raise ValueError("there is no prompt to evaluate")
-    rows = [_row(source, group, pass_scores, ks[source]) for source, group in by_source.items()]
+    rows = [_row(source, group, ks[source]) for source, group in by_source.items()]
     if len(rows) > 1:
         shared = set.intersection(*(set(ks[source]) for source in by_source))
         everything = [p for group in by_source.values() for p in group]
-        rows.append(_row("all", everything, pass_scores, sorted(shared)))
+        rows.append(_row("all", everything, sorted(shared)))
     return tuple(rows)
 
 
-def _row(name: str, prompts: Sequence[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int]) -> EvalRow:
-    solved = [sum(reward >= pass_scores[p.source] for reward in p.rewards) for p in prompts]
+def _row(name: str, prompts: Sequence[ScoredPrompt], ks: Sequence[int]) -> EvalRow:
     return EvalRow(
         source=name,
         num_prompts=len(prompts),
         num_samples=sum(len(p.rewards) for p in prompts),
         reward=mean_over_prompts([math.fsum(p.rewards) / len(p.rewards) for p in prompts]),
-        pass_at={
-            k: mean_over_prompts([pass_at_k(len(p.rewards), c, k) for p, c in zip(prompts, solved, strict=True)])
-            for k in ks
-        },
+        pass_at={k: mean_over_prompts([pass_at_k(len(p.rewards), sum(p.solved), k) for p in prompts]) for k in ks},
     )

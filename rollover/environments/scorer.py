@@ -64,10 +64,6 @@ class RewardScorer:
         """Return the number of reward processes that are alive now."""
         return self._pool.num_processes if self._pool is not None else 0
 
-    def pass_score(self, source: str) -> float:
-        """Return the lowest reward at which a response of this source counts as solved, which its first reward says."""
-        return self._raters[source][0].spec.config.pass_score
-
     def compares_siblings(self, source: str) -> bool:
         """Return whether the responses of a group of this source are scored together (``score_group``)."""
         return any(rater.spec.config.compares_siblings for rater in self._raters[source])

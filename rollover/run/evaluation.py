@@ -21,7 +21,7 @@ from rollover.rollout.environment import Environment
 from rollover.rollout.generation import generation_request, is_begun_by_environment, sample_seed, turn_sampling
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
-from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import FinishReason, SampleId, SamplingParams, Score, Segment, Trajectory
 
 _SEED = 0
 """The seed of the sampling noise of every evaluation, whatever the run's own seed."""
@@ -173,12 +173,12 @@ class Evaluator:
         num_samples, done = sum(map(len, ids)), 0
         failures: list[str] = []
 
-        async def one(sample_id: SampleId) -> tuple[Trajectory, float | None]:
+        async def one(sample_id: SampleId) -> tuple[Trajectory, Score | None]:
             nonlocal done
             prompt = self._prompts[sample_id.group]
             # Rollouts' samples have other numbers.
             trajectory = Trajectory(sample_id=SampleId(-1 - sample_id.group, sample_id.index), prompt=prompt)
-            reward: float | None = None
+            score: Score | None = None
             try:
                 async with samples:
                     try:
@@ -189,12 +189,12 @@ class Evaluator:
                                 trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
                     finally:
                         self._environment.leave(trajectory.sample_id)
-                reward = await self._scorer.score(trajectory)
+                score = await self._scorer.score(trajectory)
             except RewardError as error:
                 failures.append(str(error))
             done += 1
             self._on_progress(done, num_samples)
-            return trajectory, reward
+            return trajectory, score
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -204,7 +204,10 @@ class Evaluator:
         results = [[task.result() for task in siblings] for siblings in tasks]
         scored = [
             ScoredPrompt(
-                source=prompt.source, prompt_id=prompt.prompt_id, rewards=tuple(reward or 0.0 for _, reward in siblings)
+                source=prompt.source,
+                prompt_id=prompt.prompt_id,
+                rewards=tuple(score or 0.0 for _, score in siblings),
+                solved=tuple(bool(score is not None and score.solved) for _, score in siblings),
             )
             for prompt, siblings in zip(self._prompts, results, strict=True)
         ]
@@ -213,11 +216,7 @@ class Evaluator:
             segment.policy_version for trajectory, _ in flat for segment in trajectory.segments if segment.token_ids
         ]
         return Evaluation(
-            rows=evaluate(
-                scored,
-                {name: self._scorer.pass_score(name) for name in self._sets},
-                {name: sorted({1, *each.k}) for name, each in self._sets.items()},
-            ),
+            rows=evaluate(scored, {name: sorted({1, *each.k}) for name, each in self._sets.items()}),
             lengths=tuple(trajectory.num_tokens for trajectory, _ in flat),
             failures=tuple(failures),
             versions=(min(versions, default=0), max(versions, default=0)),

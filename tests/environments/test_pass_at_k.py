@@ -30,22 +30,26 @@ def test_pass_at_k_refuses_what_it_cannot_estimate(n: int, c: int, k: int) -> No
         pass_at_k(n, c, k)
 
 
-def scored(source: str, number: int, *rewards: float) -> ScoredPrompt:
-    return ScoredPrompt(source=source, prompt_id=f"{source}/{number}@0", rewards=rewards)
+def scored(source: str, number: int, *rewards: float, pass_score: float = 1.0) -> ScoredPrompt:
+    solved = tuple(reward >= pass_score for reward in rewards)
+    return ScoredPrompt(source=source, prompt_id=f"{source}/{number}@0", rewards=rewards, solved=solved)
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     few = [scored("a", 0, 1.0, 1.0), scored("a", 1, 0.0, 0.0), scored("a", 2, 1.0, 0.0)]
     many = [scored("a", p.prompt_id.count(""), *(p.rewards * 50)) for p in few]
     for prompts in (few, many):
-        (row,) = evaluate(prompts, {"a": 1.0}, {"a": (1,)})
+        (row,) = evaluate(prompts, {"a": (1,)})
         assert row.pass_at[1].mean == pytest.approx(0.5)
         assert row.pass_at[1].standard_error == pytest.approx(statistics.stdev([1, 0, 0.5]) / math.sqrt(3))
 
 
 def test_the_table_has_a_row_per_source_and_one_for_all() -> None:
-    prompts = [scored("a", 0, 1.0, 0.2), scored("b", 0, 0.5, 0.4), scored("b", 1, 0.0, 0.0)]
-    a, b, everything = evaluate(prompts, {"a": 1.0, "b": 0.5}, {"a": (1, 2), "b": (1, 2)})
+    prompts = [
+        scored("a", 0, 1.0, 0.2),
+        *(scored("b", i, *rewards, pass_score=0.5) for i, rewards in enumerate([(0.5, 0.4), (0.0, 0.0)])),
+    ]
+    a, b, everything = evaluate(prompts, {"a": (1, 2), "b": (1, 2)})
     assert (a.source, a.num_prompts, a.num_samples) == ("a", 1, 2)
     assert (a.pass_at[1].mean, a.pass_at[2].mean, a.pass_at[1].standard_error) == (0.5, 1.0, None)
     assert (b.pass_at[1].mean, b.pass_at[2].mean) == (0.25, 0.5)
@@ -56,6 +60,6 @@ def test_the_table_has_a_row_per_source_and_one_for_all() -> None:
 
 def test_nothing_to_evaluate_is_an_error() -> None:
     with pytest.raises(ValueError, match="no prompt"):
-        evaluate([], {}, {})
+        evaluate([], {})
     with pytest.raises(ValueError, match="a/0@0 has no scored sample"):
-        evaluate([scored("a", 0)], {"a": 1.0}, {"a": (1,)})
+        evaluate([scored("a", 0)], {"a": (1,)})

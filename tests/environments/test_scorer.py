@@ -331,11 +331,6 @@ def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
         RewardScorer([spec("length", workers=0)], char_tokenizer())
 
 
-def test_pass_scores_are_the_sources_own() -> None:
-    scorer = RewardScorer([spec("length", pass_score=0.5)], char_tokenizer())
-    assert scorer.pass_score("s") == 0.5
-
-
 def test_the_package_loads_without_its_heavy_friends() -> None:
     heavy = ("torch", "transformers", "reasoning_gym", "datasets", "pyarrow", "math_verify", "numpy")
     code = f"import sys, rollover.tasks; print([m for m in {heavy!r} if m in sys.modules])"

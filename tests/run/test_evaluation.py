@@ -30,7 +30,7 @@ from rollover.run.loop import _evaluate_when_due
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
-from rollover.types import Observation, Prompt, Trajectory
+from rollover.types import Observation, Prompt, Score, Trajectory
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing
 from tests.rollout.kit import lognormal, make_rig
@@ -50,11 +50,11 @@ class Source:
 
 
 class Scorer:
-    async def score(self, trajectory: Any) -> float:
-        return float(trajectory.num_tokens == 9)
+    weight = 1.0
 
-    def pass_score(self, source: str) -> float:
-        return 1.0
+    async def score(self, trajectory: Any) -> Score:
+        is_right = trajectory.num_tokens == 9
+        return Score(self.weight * is_right, solved=is_right)
 
 
 class Refusing(Scorer):
@@ -63,7 +63,7 @@ class Refusing(Scorer):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def score(self, trajectory: Any) -> float:
+    async def score(self, trajectory: Any) -> Score:
         if trajectory.prompt.prompt_id == "eval/p/0@0":
             raise self.error
         return await super().score(trajectory)
@@ -120,8 +120,11 @@ async def test_calls_of_a_lost_server_wait_for_room_on_the_others() -> None:
 
 
 async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
-    result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
-    assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.8)
+    scorer = Refusing(RewardError("late"))
+    scorer.weight = 0.5
+    result = await evaluator(Failing(after=10**6, failures=0), scorer).run()
+    assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.4)
+    assert result.metrics()["accuracy"] == 0.8
     assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
 
 

@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one line per step, evaluation and warm-up step.
 
 Invariants: every line on disk is complete or is the last one, so a crash costs at most the line being written; after a
-resume, the newer history replaces the older one from the step at which the run resumes.
+resume, the newer history replaces the older one from the step at which the run resumes. Steps that are repeated then
+keep the speed of the first time, since their rollouts are not repeated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, cast, get_args
@@ -19,6 +20,9 @@ from rollover.errors import ResourceError, RunError, parse_json
 FILE_NAME = "metrics.jsonl"
 
 Kind = Literal["step", "eval", "warmup"]
+
+_SPEED = ("time/", "perf/", "rollout/tokens_per_s", "reward/late", "reward/work_s", "judge/")
+"""Beginnings of the names of what a step measures of its rollouts and its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +92,9 @@ class MetricsWriter:
 
 def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
     """Return the rows of the run's current history, in the order they were written; empty when there is no file. A row
-    that goes back to an earlier step of its kind replaces that step and what had followed it. A torn last line is left
-    out. Raises ``RunError`` if a line before the last is not a metrics row; the message names file and line."""
+    that goes back to an earlier step of its kind replaces that step and what had followed it, evaluations of later
+    weights included. A torn last line is left out. Raises ``RunError`` if a line before the last is not a metrics row;
+    the message names file and line."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return ()
@@ -121,9 +126,15 @@ def standard_error_of(name: str) -> str:
 def _newest_history(rows: Iterable[MetricRow]) -> tuple[MetricRow, ...]:
     kept: list[MetricRow] = []
     last: dict[Kind, int] = {}
+    first: dict[int, MetricRow] = {}
     for row in rows:
         if row.step <= last.get(row.kind, -1):
             kept = [r for r in kept if r.kind != row.kind or r.step < row.step]
+            if row.kind == "step":
+                kept = [r for r in kept if r.kind != "eval" or r.step <= row.step]
+        if row.kind == "step" and (earlier := first.setdefault(row.step, row)) is not row:
+            speed = {name: value for name, value in earlier.values.items() if name.startswith(_SPEED)}
+            row = replace(row, values={**row.values, **speed})
         last[row.kind] = row.step
         kept.append(row)
     return tuple(kept)

@@ -10,6 +10,7 @@ import pytest
 
 from rollover.errors import RunError
 from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics, series
+from rollover.report.throughput import DECODED, TRAINED
 
 
 def _steps(rows: tuple[MetricRow, ...], kind: str = "step") -> list[tuple[int, float]]:
@@ -61,11 +62,25 @@ def test_rows_after_a_torn_line_are_whole(tmp_path: Path) -> None:
 def test_a_resumed_history_replaces_the_old_one_from_its_first_step(tmp_path: Path) -> None:
     _write(tmp_path, {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3})
     with MetricsWriter(tmp_path) as writer:
-        writer.write("eval", 0, 9.0, {"reward/mean": 7.0})
+        for version, accuracy in enumerate([7.0, 7.1, 7.2]):
+            writer.write("eval", version, 9.0, {"reward/mean": accuracy})
     _write(tmp_path, {1: 1.1, 2: 1.2}, time_s=10.0)
     rows = read_metrics(tmp_path)
     assert _steps(rows) == [(0, 0.0), (1, 1.1), (2, 1.2)]
-    assert _steps(rows, "eval") == [(0, 7.0)]
+    assert _steps(rows, "eval") == [(0, 7.0), (1, 7.1)]  # the weights of version 2 are not those of this history
+
+
+def test_a_repeated_step_keeps_the_speed_of_the_time_that_decoded_its_batch(tmp_path: Path) -> None:
+    for steps, step_s, speed in ((range(4), 10.0, 50.0), (range(2, 3), 1.0, 500.0), (range(2, 6), 2.0, 300.0)):
+        values = {"loss": step_s, "reward/late": step_s, TRAINED.name: speed, DECODED.name: speed}
+        seconds = dict.fromkeys(("time/step_s", "time/decoding_s"), step_s)
+        with MetricsWriter(tmp_path) as writer:
+            for step in steps:
+                writer.write("step", step, 0.0, {**values, **seconds})
+    rows = [row.values for row in read_metrics(tmp_path)]
+    assert [values["loss"] for values in rows] == [10, 10, 2, 2, 2, 2]
+    assert [values["reward/late"] for values in rows] == [10, 10, 10, 10, 2, 2]
+    assert TRAINED.over(rows) == DECODED.over(rows) == (50 * 40 + 300 * 4) / 44
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_read_as_nan(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from rollover.hf.companions import read_companions, write_companions
 from rollover.hf.folder import PARTIAL, write_folder
 from rollover.hf.weights import EMBEDDING, HEAD, read_weight_infos
 from rollover.weights.adapters import AdapterSource
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
     import torch
@@ -32,19 +34,18 @@ class ServedFormats:
     A model that came in bfloat16 is served in bfloat16, whatever it is trained in. If ``like`` has an output matrix of
     its own and the weights are tied, the input matrix stands for both.
 
-    Example: ``dict(ServedFormats(Path("models/qwen")).cast(trainer_weights))`` are tensors of this process's memory in
-    bfloat16.
+    Example: ``dict(ServedFormats(Path("models/qwen")).cast(source))`` are tensors of this process's memory in bfloat16.
     """
 
     def __init__(self, like: Path) -> None:
         self._dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}
 
-    def cast(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def cast(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor, on the CPU and contiguous, one at a time."""
-        for name, tensor in weights.items():
+        for name, tensor in source.tensors():
             yield name, tensor.detach().to("cpu", self._dtype(name, tensor)).contiguous()
-        if HEAD in self._dtypes and HEAD not in weights:
-            tied = weights[EMBEDDING]
+        if HEAD in self._dtypes and HEAD not in {spec.name for spec in source.manifest.tensors}:
+            ((_, tied),) = source.tensors([EMBEDDING])
             yield HEAD, tied.detach().clone().to("cpu", self._dtype(HEAD, tied)).contiguous()
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
@@ -67,16 +68,16 @@ class WeightFolders:
         self._formats = ServedFormats(like)
         self._written: list[Path] = []
 
-    def write(self, version: int, weights: Mapping[str, Tensor]) -> Path:
-        """Write the folder of a version and return it. Blocks until it is written.
+    def write(self, source: WeightSource) -> WeightSource:
+        """Write the folder of a version, adapters alone in peft's format. Returns the weights in it, which hold no
+        tensors. Blocks until it is written.
 
         Raises ``ResourceError`` when the disk is full; earlier folders are then intact.
         """
-        return self._place(version, lambda partial: self._fill(partial, weights))
-
-    def write_adapters(self, source: AdapterSource) -> Path:
-        """Write only the adapters, in peft's format, in place of a model folder. See ``write``."""
-        return self._place(source.manifest.version, source.write)
+        version = source.manifest.version
+        if isinstance(source, AdapterSource):
+            return AdapterSource(version, source.adapters, folder=self._place(version, source.write))
+        return FolderWeights(version, self._place(version, lambda partial: self._fill(partial, source)))
 
     def _place(self, version: int, fill: Callable[[Path], None]) -> Path:
         folder = self._root / f"v{version}"
@@ -86,11 +87,11 @@ class WeightFolders:
         self._prune()
         return folder
 
-    def _fill(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    def _fill(self, folder: Path, source: WeightSource) -> None:
         from safetensors.torch import save_file
 
         write_companions(self._companions, folder)
-        tensors = dict(self._formats.cast(weights))
+        tensors = dict(self._formats.cast(source))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _prune(self) -> None:

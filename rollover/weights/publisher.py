@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 
 from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
 from rollover.weights.sending import SentByHolder
-from rollover.weights.sources import MemoryWeights
 
 
 class Publisher:
@@ -32,7 +30,7 @@ class Publisher:
         return self._target.takes == "group"
 
     async def stage(self, source: WeightSource) -> WeightSource:
-        """Return the source to ``publish``: ``source`` itself, or with a folder if the target needs one.
+        """Return the source to ``publish``: ``source`` itself, or the folder written from it if the target needs one.
 
         The target continues sampling while the folder is written; the weights must not change before they are
         published. Raises ``ResourceError`` when the disk is full.
@@ -44,12 +42,7 @@ class Publisher:
             raise EngineError(
                 f"{self._target!r} loads weights from a folder, but the publisher has no place to write one"
             )
-        if isinstance(source, AdapterSource):
-            folder = await asyncio.to_thread(self._folders.write_adapters, source)
-            return AdapterSource(source.manifest.version, source.adapters, folder=folder)
-        version, tensors = source.manifest.version, dict(source.tensors())
-        folder = await asyncio.to_thread(self._folders.write, version, tensors)
-        return MemoryWeights(version, tensors, folder=folder)
+        return await asyncio.to_thread(self._folders.write, source)
 
     async def publish(self, source: WeightSource) -> None:
         """Load ``source`` into the target, which has then been resumed. Raises its ``EngineError``, or

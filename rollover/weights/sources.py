@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class MemoryWeights:
-    """Full weights of ``version`` in this process, by parameter name. The tensors are passed on, not copied. ``folder``
-    has them too, in the number formats of the initial model, for targets that need one.
+    """Full weights of ``version`` in this process, by parameter name. The tensors are passed on, not copied.
 
     Example: ``MemoryWeights(7, model.state_dict())`` lets the embedded engine copy straight out of the trainer.
     """
 
-    def __init__(self, version: int, tensors: Mapping[str, Tensor], *, folder: Path | None = None) -> None:
+    folder: Path | None = None
+
+    def __init__(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.folder = folder
         self.manifest = Manifest(version=version, tensors=specs_of(tensors))
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

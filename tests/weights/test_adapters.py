@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,27 @@ def test_targets_that_need_a_folder_get_one_of_adapters_alone(folder: Path, tmp_
         assert staged.manifest.kind == "adapter"
         assert {path.name for path in staged.folder.iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
     assert {path.name for path in tmp_path.iterdir()} == {"v2", "v3"}
+
+
+@pytest.mark.real_time
+async def test_a_folder_of_merged_weights_is_written_one_tensor_at_a_time_beside_the_event_loop(tmp_path: Path) -> None:
+    """And nothing keeps the merged tensors afterwards."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(MergedWeights):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            assert threading.current_thread() is not threading.main_thread()
+            tensor = super().__getitem__(name)
+            if name in self.adapters:
+                assert sum(ref() is not None for ref in made) <= 1
+                made.append(weakref.ref(tensor))
+            return tensor
+
+    base = saved(tiny_model().bfloat16(), tmp_path / "base")
+    weights = Watched({name: t.float() for name, t in FolderWeights(0, base).tensors()}, adapters())
+    publisher = Publisher(_NeedsFolder(), folders=WeightFolders(tmp_path / "weights", like=base))  # type: ignore[arg-type]
+    staged = await publisher.stage(MemoryWeights(1, weights))
+    assert len(made) == 4 and not any(ref() is not None for ref in made)
+    expected = dict(MergedWeights(weights.base, weights.adapters))
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in staged.tensors())
+    assert staged.manifest.num_bytes == sum(2 * tensor.numel() for tensor in expected.values())

@@ -14,6 +14,7 @@ from rollover.errors import ResourceError
 from rollover.hf.raw_tensors import untied
 from rollover.weights import folders
 from rollover.weights.folders import WeightFolders
+from rollover.weights.sources import MemoryWeights
 
 EMBEDDING = torch.arange(12, dtype=torch.float32).reshape(4, 3)
 
@@ -29,17 +30,24 @@ def like(tmp_path: Path) -> Path:
     return folder
 
 
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"model.embed_tokens.weight": EMBEDDING + value, "model.norm.weight": torch.full((3,), value)}
+def weights(version: int, value: float) -> MemoryWeights:
+    tensors = {"model.embed_tokens.weight": EMBEDDING + value, "model.norm.weight": torch.full((3,), value)}
+    return MemoryWeights(version, tensors)
+
+
+def written(store: WeightFolders, version: int, value: float) -> Path:
+    folder = store.write(weights(version, value)).folder
+    assert folder is not None
+    return folder
 
 
 def test_a_version_is_a_model_folder_in_the_formats_of_the_initial_model(like: Path, tmp_path: Path) -> None:
-    folder = WeightFolders(tmp_path / "weights", like=like).write(3, weights(0.1))
+    folder = written(WeightFolders(tmp_path / "weights", like=like), 3, 0.1)
     assert folder == tmp_path / "weights" / "v3"
     assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
-    written = load_file(folder / "model.safetensors")
-    assert torch.equal(written["model.embed_tokens.weight"], EMBEDDING + 0.1)
-    assert torch.equal(written["model.norm.weight"], torch.full((3,), 0.1).bfloat16())
+    found = load_file(folder / "model.safetensors")
+    assert torch.equal(found["model.embed_tokens.weight"], EMBEDDING + 0.1)
+    assert torch.equal(found["model.norm.weight"], torch.full((3,), 0.1).bfloat16())
 
 
 def test_the_two_newest_stay_and_what_another_run_left_goes(like: Path, tmp_path: Path) -> None:
@@ -48,7 +56,7 @@ def test_the_two_newest_stay_and_what_another_run_left_goes(like: Path, tmp_path
         (root / name).mkdir(parents=True)
     store = WeightFolders(root, like=like)
     for version in (1, 2, 3, 3):
-        store.write(version, weights(version))
+        store.write(weights(version, version))
     assert {p.name for p in root.iterdir()} == {"v2", "v3", "mine"}
 
 
@@ -57,21 +65,21 @@ def test_a_full_disk_leaves_the_earlier_version_and_says_so(
 ) -> None:
     root = tmp_path / "weights"
     store = WeightFolders(root, like=like)
-    store.write(1, weights(1.0))
+    store.write(weights(1, 1.0))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folders, "write_companions", full)
     with pytest.raises(ResourceError, match=r"no space left on the disk of .*: v2 was not written.*weights_dir"):
-        store.write(2, weights(2.0))
+        store.write(weights(2, 2.0))
     assert {p.name for p in root.iterdir()} == {"v1"}
 
 
 def test_the_model_of_the_folders_may_be_deleted_during_the_run(like: Path, tmp_path: Path) -> None:
     store = WeightFolders(tmp_path / "weights", like=like)
     shutil.rmtree(like)
-    folder = store.write(1, weights(1.0))
+    folder = written(store, 1, 1.0)
     assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
@@ -81,8 +89,8 @@ def test_untying_writes_the_input_matrix_twice_from_then_on(like: Path, tmp_path
     assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
     assert torch.equal(load_file(copy / "model.safetensors")["lm_head.weight"], EMBEDDING)
     assert untied(copy, tmp_path / "again") == copy
-    written = load_file(WeightFolders(tmp_path / "weights", like=copy).write(1, weights(1.0)) / "model.safetensors")
-    assert torch.equal(written["lm_head.weight"], EMBEDDING + 1.0)
+    found = load_file(written(WeightFolders(tmp_path / "weights", like=copy), 1, 1.0) / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], EMBEDDING + 1.0)
 
 
 def test_untying_keeps_an_output_matrix_that_is_there(like: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
-from rollover.weights.sources import MemoryWeights
+from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.virtual_time import run
 from tests.weights.kit import FakeWeights
 
@@ -84,8 +84,8 @@ def test_a_target_that_was_being_paused_is_resumed_too() -> None:
 
 
 class Folders:
-    def write(self, version: int, weights: object) -> Path:
-        return Path(f"v{version}")
+    def write(self, source: WeightSource) -> WeightSource:
+        return FolderWeights(source.manifest.version, Path("v3"))
 
 
 @pytest.mark.real_time
@@ -97,7 +97,5 @@ async def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     assert await Publisher(Target("plain"), folders=folders).stage(source) is source
     staged = await Publisher(needy, folders=folders).stage(source)
     assert staged.folder == Path("v3")
-    assert staged.manifest == source.manifest
-    assert dict(staged.tensors())["w"] is dict(source.tensors())["w"]
     with pytest.raises(EngineError, match=r"^needy loads weights from a folder, but the publisher has no place"):
         await Publisher(needy).stage(source)

@@ -30,7 +30,6 @@ from rollover.run.engine_trust import Trust
 from rollover.run.kinds import open_engine
 from rollover.run.meter import peak_memory_bytes
 from rollover.weights.publisher import Publisher
-from rollover.weights.sources import MemoryWeights
 
 
 class HostedRollouts:
@@ -156,8 +155,7 @@ class HostedRollouts:
         self._trust.expect(version)
         source = policy_source(self._model, version)
         if self._opened.folders is not None:  # while samples may still be decoding, since it can take a while
-            tensors = dict(source.tensors())
-            source = MemoryWeights(version, tensors, folder=self._opened.folders.write(version, tensors))
+            source = self._opened.folders.write(source)
 
         async def load() -> None:
             await self._publisher.publish(source)

@@ -139,7 +139,7 @@ class SwarmPublisher:
 
     def _commit(self, source: WeightSource, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
         """Publish a delta, or all tensors where that makes no sense or is smaller."""
-        specs, new = self._served(dict(source.tensors()))
+        specs, new = self._served(source)
         base, reason = self._find_base(new)
         body = None if base is None else self._write(specs, new, base, below=self._log.chain[0].wire_bytes)
         if base is not None and body is None:
@@ -160,10 +160,10 @@ class SwarmPublisher:
         )
         return published, new
 
-    def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
+    def _served(self, source: WeightSource) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""
         specs, contents = [], {}
-        for name, tensor in self._formats.cast(weights):
+        for name, tensor in self._formats.cast(source):
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype))
             contents[name] = _content(tensor)

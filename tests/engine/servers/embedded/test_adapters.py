@@ -52,7 +52,7 @@ class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
 async def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
     base = folders["initial"]
     merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
-    whole = FolderWeights(2, WeightFolders(tmp_path / "merged", like=base).write(2, dict(merged.tensors())))
+    whole = WeightFolders(tmp_path / "merged", like=base).write(merged)
 
     with serving(folders["other"]) as url:
         async with opened(url, base) as engine:

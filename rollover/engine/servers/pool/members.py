@@ -86,8 +86,9 @@ class Member:
         self.retry_s = 0.0
         self.is_expelled = False
         """Down for good."""
-        self.is_starting = False
-        """It is being started again."""
+        self.started = asyncio.Event()
+        """Cleared while it is being started again."""
+        self.started.set()
         self.lost = asyncio.Event()
         """Set while it is down: its open calls end."""
         self.look = asyncio.Event()
@@ -217,7 +218,7 @@ class Members:
         member is being started again, only once its first start would have failed too."""
         began_s, limit_s, key = self.clock.now_s(), self._all_down_timeout_s, "all_down_timeout_s"
         while not (self.up or unless.is_set()):
-            if any(member.is_starting for member in self.all) and self._start_timeout_s > limit_s:
+            if not all(member.started.is_set() for member in self.all) and self._start_timeout_s > limit_s:
                 limit_s, key = self._start_timeout_s, "launch_timeout_s"
             left_s = began_s + limit_s - self.clock.now_s()
             if left_s <= 0:

@@ -9,7 +9,7 @@ task                  waits for                   is unblocked by
 ``Watch``, a member   the next probe              time; a failed call
 ``abort``             the members concerned       their own deadlines; the member taken out
 ``pause``, ``load``   all members concerned       ... and ours for each, past which a member is taken out
-``sleep``             all members                 their own deadlines
+``sleep``             all members, also starting  their own deadlines
 ====================  ==========================  =========================================================
 
 Invariants: a member gets calls only while it is well and serves the version of the pool; a call whose member
@@ -168,8 +168,11 @@ class EnginePool:
     # -- Sleeps ----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """See ``PoolUpdates.sleep``. Until the next ``pause`` no member is probed, revived or given weights."""
+        """See ``PoolUpdates.sleep``. Until the next ``pause`` no member is probed, revived or given weights. A member
+        that is being started again is waited for: a start may take longer than the time between two sleeps."""
         self._refuse_when_closed()
+        for member in self._members.all:
+            await member.started.wait()
         await self._watch.stop()
         await self._updates.sleep()
 

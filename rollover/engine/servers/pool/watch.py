@@ -86,11 +86,11 @@ class Watch:
     async def _bring_back(self, member: Member) -> None:
         """Take a member in again once it answers and has the weights of the pool, or leave it out for longer."""
         try:
-            member.is_starting = True
+            member.started.clear()
             try:
                 await member.engine.revive()
             finally:
-                member.is_starting = False
+                member.started.set()
             version = await self._updates.catch_up(member)
             await member.engine.probe(decode=True)
             if self.logprob_check is not None:

@@ -87,6 +87,22 @@ async def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
         assert two.requests and one.requests
 
 
+async def test_a_member_whose_start_takes_longer_than_the_pool_is_awake_comes_back() -> None:
+    class Starting(Flaky):
+        async def revive(self) -> None:
+            await super().revive()
+            self.failing, self.revival_s = None, 0.0
+
+    two = Starting("two")
+    two.failing, two.revival_s = "dead", 60.0
+    async with pool_of(Flaky("one"), two, rejoin_max_interval_s=1.0) as pool:
+        for version in range(1, 4):
+            await asyncio.sleep(20.0)
+            await pool.sleep()
+            await update(pool, FakeWeights(version))
+        assert pool.capabilities.max_running == 128 and (two.num_revivals, two.version) == (2, 3)
+
+
 async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
     one, two = Flaky("one"), Flaky("two")
     one.probe_s = two.probe_s = 0.5

@@ -15,12 +15,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rollover.algorithms.config import resolve
-from rollover.devices.costs.passes import longest_tokens
+from rollover.devices.costs import passes
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.plan import Plan
 from rollover.run.building import SettingsLayer, build_config, replaced, written_kind
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, longest_tokens
 from rollover.settings.toml import literal
 
 _SIZES = {"vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"), "sglang": ("--tp-size", "--pp-size")}
@@ -88,7 +88,7 @@ def launched_config(
             f"{config}: algorithm {asked.algorithm.name!r} needs a reference policy (kl_coef), for which the plan has"
             " no memory: plan with rollover plan --reference-model, or set algorithm.kl_coef = 0"
         )
-    layer = SettingsLayer(name=name, settings=plan_settings(plan, kind, asked.tasks.max_prompt_tokens))
+    layer = SettingsLayer(name=name, settings=plan_settings(plan, kind, longest_tokens(asked)))
     notes = (_replacement(key, old, new) for key, old, new in replaced(config, overrides, layer))
     return build_config(config, overrides, layer), tuple(notes)
 
@@ -101,13 +101,12 @@ def _replacement(key: str, old: Any, new: Any) -> str:
     return f"the plan replaces {key} {' by '.join(shown)}"
 
 
-def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, Any]:
-    """Return the settings that a plan determines, for servers of one kind: the size of a step, how far rollout may run
-    ahead, and what its times and its memory count on. Passes are in bfloat16, over as many tokens as the longest
-    sequence has, with or without recomputing activations (``devices.costs.training``)."""
+def plan_settings(plan: Plan, kind: str, context: int) -> dict[str, Any]:
+    """Return the settings that a plan determines, for servers of one kind with a context of so many tokens: the size of
+    a step, how far rollout may run ahead, and what its times and its memory count on. Passes are in bfloat16, over as
+    many tokens as the longest sequence has, with or without recomputing activations (``devices.costs.training``)."""
     parts, workload, staleness = plan.solution.plan.parts, plan.workload, plan.problem.max_staleness
     longest_response = max(bucket.max_tokens for bucket in workload.buckets)
-    context = max_prompt_tokens + longest_response
     return {
         "rollout": {
             "strategy": "bounded_async" if staleness else "sync",
@@ -120,7 +119,7 @@ def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, An
         "trainer": {
             "num_devices": parts[0].num_devices,
             "dtype": "bfloat16",
-            "micro_batch_tokens": math.ceil(longest_tokens(workload)),
+            "micro_batch_tokens": math.ceil(passes.longest_tokens(workload)),
             "gradient_checkpointing": any(part.recompute for part in parts),
         },
         "cluster": {

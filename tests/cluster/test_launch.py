@@ -18,7 +18,7 @@ from rollover.planner.plan import Plan
 from rollover.run.launching import check_types, launched_config, plan_settings, read_plan, who_goes_where
 from tests.planner.test_doubts import pipelined
 from tests.planner.test_doubts import plan as plan  # a fixture
-from tests.runs import CONFIG
+from tests.runs import CONFIG, UNSEEN
 
 ENGINE = "[engine]\nkind = 'embedded_server'\nkv_cache_bytes = 4194304\nstream_interval_tokens = 2\n"
 RUN = re.sub(r"\[engine\]\n(?:\w+ = \d+\n)+", ENGINE, CONFIG)
@@ -26,17 +26,16 @@ VLLM_RUN = RUN.replace(ENGINE, "[engine]\nkind = 'vllm'\n")
 
 
 def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Plan) -> None:
-    settings = plan_settings(plan, "vllm", 512)
+    settings = plan_settings(plan, "vllm", 4096)
     part = plan.solution.plan.parts[0]
     assert settings["trainer"]["num_devices"] == part.dp
     assert settings["rollout"]["rollout_batch_size"] == 32 and settings["rollout"]["max_staleness"] == 4
     active = plan.solution.active
-    longest = settings["rollout"]["max_new_tokens"]
     for c, group in zip(active, settings["cluster"]["engines"], strict=True):
         kind = plan.problem.replica_kinds[c]
         assert (group["count"], group["max_running"]) == (plan.solution.replicas[c], kind.batch_cap)
         sizes = ["--tensor-parallel-size", str(kind.tp), "--pipeline-parallel-size", str(kind.pp)]
-        assert group["args"][:6] == [*sizes, "--max-model-len", str(512 + longest)]
+        assert group["args"][:6] == [*sizes, "--max-model-len", "4096"]
         assert group["resources"] == {}  # one type of device alone
     assert len({group["max_running"] for group in settings["cluster"]["engines"]}) == len(active)
 
@@ -149,6 +148,19 @@ def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path)
     config, notes = launched_config(plan, str(below), options)
     assert config.rollout.strategy.kind == "sync" and config.rollout.group_size == 2
     assert not any("rollout.strategy" in note or "rollout.group_size" in note for note in notes)
+
+
+@pytest.mark.parametrize("key", ["rollout.max_new_tokens", "eval.max_new_tokens", "eval.sets.unseen.max_new_tokens"])
+def test_servers_have_context_for_all_that_the_run_generates(plan: Plan, tmp_path: Path, key: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(VLLM_RUN + UNSEEN)
+    longest = max(bucket.max_tokens for bucket in plan.workload.buckets)
+    for options, tokens in (((), longest), ((f"--{key}", str(2 * longest)), 2 * longest)):
+        config = launched_config(plan, str(file), options)[0]
+        assert config.cluster is not None and not isinstance(config.cluster.engines, int)
+        for group in config.cluster.engines:
+            context = group.args[group.args.index("--max-model-len") + 1]
+            assert context == str(config.tasks.max_prompt_tokens + tokens)
 
 
 def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:

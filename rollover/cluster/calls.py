@@ -38,10 +38,7 @@ _SIGNS = {
 
 
 def lost(error: BaseException) -> str:
-    """Say in a line why an actor cannot be called any more.
-
-    Example: "that node is gone"
-    """
+    """Say in a line why an actor cannot be called any more."""
     text = str(error)
     return next((meaning for sign, meaning in _SIGNS.items() if sign in text), _last_line(error))
 

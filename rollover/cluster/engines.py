@@ -106,10 +106,7 @@ class ClusterEngines:
 
 
 def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:
-    """Say who goes where, equal servers in one line.
-
-    Example: ``"engine-0 to engine-3: each GPU 2, h20 1 of a node, up to 64 samples at a time"``.
-    """
+    """Say who goes where, equal servers in one line."""
     for form, same in groupby(enumerate(forms), key=lambda entry: entry[1]):
         numbers = [number for number, _ in same]
         names = f"engine-{numbers[0]}" + (f" to engine-{numbers[-1]}: each" if len(numbers) > 1 else ":")

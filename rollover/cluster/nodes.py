@@ -5,6 +5,7 @@ That a node is there is what it answers itself; the tables of the cluster are as
 
 from __future__ import annotations
 
+import operator
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,7 @@ _UNNAMED = ("node:", "object_store_memory", "memory", "accelerator_type:")
 
 
 class NotPlaced(ConfigError):
-    """Bundles for which the cluster has had no room in time; the message names what is missing.
-
-    Example: ``the trainer needs 2 bundles of CPU 1, h100 1 (...), for which the Ray cluster had no room within 60 s``
-    """
+    """Bundles for which the cluster has had no room in time; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +56,7 @@ class NodeDemand:
 
 
 def actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:
-    """Return the options of an actor that takes ``bundle`` of its node.
-
-    Example: ``{"GPU": 2.0, "h100": 1.0}`` gives ``{"num_cpus": 0.0, "num_gpus": 2.0, "resources": {"h100": 1.0}}``.
-    """
+    """Return the options of an actor that takes ``bundle`` of its node."""
     own = dict(bundle)
     options: dict[str, Any] = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0)}
     if (memory := own.pop("memory", None)) is not None:
@@ -129,10 +124,7 @@ def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) 
 
 
 def versions_here() -> dict[str, str]:
-    """Return the versions that must agree between the nodes of a cluster.
-
-    Example: ``{"Python": "3.12", "Rollover": "0.9.0", "Ray": "2.60.0", "PyTorch": "2.13.0"}``
-    """
+    """Return the versions that must agree between the nodes of a cluster."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": __version__}
     for name, package in _PACKAGES.items():
         try:
@@ -177,21 +169,48 @@ class Wanted:
 
 
 def unplaced(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> list[Wanted]:
-    """Return what finds no place on empty nodes, as little as is possible: every way is followed to fill one node after
-    the other with so many of equal ones.
-
-    Example: two servers of 2 GPUs on nodes of 3 and 1: the first fits, the second is returned.
-    """
+    """Return what finds no place on empty nodes, as little as is possible. Unless the largest first leave room for all,
+    every way is followed to fill one node after the other; a way ends where another leaves less to be placed."""
     equal: dict[tuple[tuple[str, float], ...], list[Wanted]] = {}
     for each in wanted:
         equal.setdefault(tuple(sorted(each.resources.items())), []).append(each)
     kinds = sorted(equal.values(), key=len)
+    if _have_room(kinds, nodes):
+        return []
+    bundles = [kind[0].resources for kind in kinds]
+    nodes = sorted(nodes, key=lambda node: [fits(bundle, node) for bundle in bundles])
+    last = [max((n for n, node in enumerate(nodes) if fits(bundle, node)), default=-1) for bundle in bundles]
     left = [tuple(map(len, kinds))]
-    for node in nodes:
-        ways = (rest for counts in left for rest in _filled(counts, [kind[0].resources for kind in kinds], node))
-        left = list({rest[:-1]: rest for rest in sorted(ways, reverse=True)}.values())  # of the last kind, the fewest
+    for n, node in enumerate(nodes):
+        ways = {rest for counts in left for rest in _filled(counts, bundles, node)}
+        left, least = [], list[tuple[int, ...]]()
+        for rest in sorted(ways, key=lambda counts: (sum(counts), counts)):
+            lost = sum(count for count, end in zip(rest, last, strict=True) if end <= n)  # no later node takes these
+            counts = (lost, *(count for count, end in zip(rest, last, strict=True) if end > n))
+            if not any(all(map(operator.le, other, counts)) for other in least):
+                left.append(rest)
+                least.append(counts)
     fewest = min(left, key=lambda counts: (sum(counts), counts))
     return [each for kind, count in zip(kinds, fewest, strict=True) for each in kind[len(kind) - count :]]
+
+
+def _have_room(kinds: Sequence[Sequence[Wanted]], nodes: Sequence[Resources]) -> bool:
+    """Return whether nodes have room for all if each takes as many as fit, beginning with the largest kind."""
+    free = list(nodes)
+    for kind in sorted(kinds, key=lambda kind: -sum(kind[0].resources.values())):
+        left = len(kind)
+        for n, node in enumerate(free):
+            while left and fits(kind[0].resources, node):
+                node = _without(node, kind[0].resources)
+                left -= 1
+            free[n] = node
+        if left:
+            return False
+    return True
+
+
+def _without(node: Resources, bundle: Resources) -> Resources:
+    return {key: amount - bundle.get(key, 0.0) for key, amount in node.items()}
 
 
 def _filled(counts: tuple[int, ...], bundles: Sequence[Resources], node: Resources) -> Iterator[tuple[int, ...]]:
@@ -205,7 +224,7 @@ def _filled(counts: tuple[int, ...], bundles: Sequence[Resources], node: Resourc
             yield from ((count, *rest) for rest in _filled(counts[1:], bundles[1:], node))
         if not has_room:
             return
-        node = {key: amount - bundles[0].get(key, 0.0) for key, amount in node.items()}
+        node = _without(node, bundles[0])
 
 
 def fits(resources: Resources, node: Resources) -> bool:
@@ -213,11 +232,7 @@ def fits(resources: Resources, node: Resources) -> bool:
 
 
 def refusal(wanted: Sequence[Wanted], nodes: Sequence[ClusterNode]) -> str | None:
-    """Say what can never be placed on these nodes; ``None`` if all of it can.
-
-    Example: ``"engine-0 needs GPU 2, but the nodes of the Ray cluster have room for 0 of 1: node 10.0.0.1 has CPU 8,
-    GPU 1; add nodes, or lower these settings"``.
-    """
+    """Say what can never be placed on these nodes; ``None`` if all of it can."""
     failed = unplaced(wanted, [node.resources for node in nodes])
     needs = ", ".join(f"{each.name} needs {written(each.resources)}" for each in failed)
     return f"{needs}, {_no_room(len(wanted) - len(failed), len(wanted), nodes)}" if failed else None

@@ -93,9 +93,6 @@ class RayLauncher:
         notify: tells the user where the ranks are, once.
 
     Raises ``ConfigError`` when there is no cluster, or the cluster could never take the ranks.
-
-    Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0",
-    "cuda:0")`` on a cluster with GPUs: each rank sees its own alone.
     """
 
     is_remote = True
@@ -323,8 +320,6 @@ def described_ranks(hosts: Sequence[HostFacts], *, role: str) -> str:
     Args:
         hosts: of each rank.
         role: of the ranks.
-
-    Example: "trainer: ranks 0, 1 on node 10.0.0.1; rank 2 on node 10.0.0.2"
     """
     by_node: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

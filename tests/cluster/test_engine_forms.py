@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engines import described, engine_forms
@@ -87,6 +90,37 @@ def test_who_can_go_anywhere_leaves_the_rare_node_to_who_needs_it(order: int) ->
     nodes = [{"CPU": 16.0, "GPU": 1.0, "h100": 1.0}, {"CPU": 16.0, "GPU": 1.0}]
     assert unplaced(both[::order], nodes) == unplaced(both[::order], nodes[::-1]) == []
     assert [each.name for each in unplaced([*both, both[1]], nodes)] == ["rare"]
+
+
+def test_types_of_nodes_that_share_nothing_do_not_multiply_the_ways() -> None:
+    # The ways of all nodes together would take longer than a test may.
+    kinds = [{"GPU": n, name: n} for name in ("h100", "l40s") for n in (1.0, 2.0)]
+    some = [Wanted(name=f"{kind}", resources=kind) for kind in kinds for _ in range(16 + 16 * (kind["GPU"] == 1))]
+    nodes = [{"GPU": 8.0, name: 8.0} for name in ("h100", "l40s") for _ in range(8)]
+    assert unplaced(some, nodes) == []
+    assert len(unplaced(some, nodes[1:])) == 4 and len(unplaced(some, nodes[:-2])) == 8
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["", "a", "b"])), max_size=4),
+    nodes=st.lists(st.tuples(st.integers(1, 8), st.sampled_from(["", "a", "b"])), max_size=3),
+)
+def test_as_many_are_placed_as_in_the_best_of_all_assignments(
+    sizes: list[tuple[int, str]], nodes: list[tuple[int, str]]
+) -> None:
+    def placed(where: tuple[int, ...]) -> int:
+        taken = [0] * len(nodes)
+        for (size, name), n in zip(sizes, where, strict=True):
+            if n < len(nodes):
+                taken[n] += size if name in ("", nodes[n][1]) else 9
+        return sum(n < len(nodes) for n in where) * all(t <= size for t, (size, _) in zip(taken, nodes, strict=True))
+
+    most = max(map(placed, itertools.product(range(len(nodes) + 1), repeat=len(sizes))))
+    resources = [
+        [{"GPU": float(size)} | ({name: float(size)} if name else {}) for size, name in xs] for xs in (sizes, nodes)
+    ]
+    some = [Wanted(name=f"{n}", resources=each) for n, each in enumerate(resources[0])]
+    assert len(some) - len(unplaced(some, resources[1])) == most
 
 
 def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:

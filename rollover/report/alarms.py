@@ -56,9 +56,6 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
     Args:
         rows: the rows of ``metrics.jsonl``, of which training steps count.
         filtered: the share of the decoded tokens that ``algorithm.group_filter`` dropped.
-
-    Example: after ten steps with ``reward/mean`` 0 and ``reward/groups_with_signal`` 0, the only alarm begins "every
-    reward of the last 10 steps is 0".
     """
     found = [_signal(rows, filtered), _entropy(rows), _surprise(rows), _failures(rows), _long_failures(rows)]
     for metric, is_wrong, text in _LIMITS:
@@ -69,30 +66,38 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
 
 
 def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
-    """Look for rewards that teach nothing because siblings have equal ones."""
+    """Look for rewards that teach nothing because all, or all of a group, are equal."""
     advice = "Read responses and their rewards under Samples: is a right answer recognised?"
     if filtered > 0.9:
         return (
             f"{filtered:.0%} of the decoded tokens were dropped by algorithm.group_filter, because the rewards of"
             f" their groups are equal. {advice}"
         )
-    shares, rewards = (_values(rows, f"reward/{name}")[-RECENT:] for name in ("groups_with_signal", "mean"))
-    is_one = len({*rewards}) == 1 and not any(shares) and sum(_values(rows, "rollout/batch_samples")) >= _MANY
-    if len(shares) < (EARLY if is_one else _FEWEST) or (share := fmean(shares)) >= 0.1:
+    rewards, spreads, shares = (
+        _values(rows, f"reward/{name}")[-RECENT:] for name in ("mean", "std", "groups_with_signal")
+    )
+    is_one = len({*rewards}) == 1 and not any((*spreads, *shares))
+    is_early = is_one and sum(_values(rows, "rollout/batch_samples")) >= _MANY
+    if len(rewards) < (EARLY if is_early else _FEWEST):
         return None
     steps = f"the last {len(rewards)} steps"
+    if is_one:
+        causes = (
+            " Often the reward expects a form that no response has, or compares with the wrong column or type: a dry"
+            " run (`rollover train CONFIG --dry-run`) says what the reference answers score."
+        )
+        value = rewards[-1]
+        return f"every reward of {steps} is {value:g}: rewards teach nothing. {advice}{causes * (value <= 0)}"
+    if not shares or (share := fmean(shares)) >= 0.1:
+        return None
     if share > 0:
         level = "easy" if fmean(rewards) > 0.5 else "hard"
         return (
             f"{1 - share:.0%} of the groups of {steps} have equal rewards, {fmean(rewards):.2f} on average: the prompts"
             f" are too {level}, or the reward tells no responses apart. {advice}"
         )
-    if min(rewards) == max(rewards):
-        causes = (
-            " Often the reward expects a form that no response has, or compares with the wrong column or type: a dry"
-            " run (`rollover train CONFIG --dry-run`) says what the reference answers score."
-        )
-        return f"every reward of {steps} is {rewards[-1]:g}: nothing is learned. {advice}{causes * (rewards[-1] <= 0)}"
+    if any(_values(rows, "advantage/abs_mean")[-RECENT:]):
+        return None  # it compares with more than the sums of the group
     return f"all rewards within a group of {steps} are equal: nothing is learned. {advice}"
 
 

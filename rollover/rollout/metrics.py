@@ -18,20 +18,23 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
     weigh every token alike; ``staleness/group_mean`` is the mean over groups of the mean of their tokens, and
     ``staleness/head_mean`` is the lag of their oldest tokens.
-    ``prompt/repeated`` is the share of the rows of the dataset whose prompt another row of the batch has too.
+    ``prompt/repeated`` is the share of the rows of the dataset whose prompt another row of the batch has too, without
+    the rows whose prompt an environment writes. Groups of one response have no ``reward/groups_with_signal``.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
     lag = LagSummary.of([BatchLag.of(batch)])
-    signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
-    rows = {g.prompt.prompt_id.partition("@")[0]: (g.prompt.token_ids, g.prompt.text) for g in batch.groups}
+    signals = [len(set(g.rewards_G)) > 1 for g in batch.groups]
+    has_siblings = len(lengths) > len(signals)
+    prompts = [g.prompt for g in batch.groups if g.prompt.token_ids]
+    rows = {prompt.prompt_id.partition("@")[0]: (prompt.token_ids, prompt.text) for prompt in prompts}
     return {
-        "prompt/repeated": 1 - len(set(rows.values())) / len(rows),
+        **({"prompt/repeated": 1 - len(set(rows.values())) / len(rows)} if rows else {}),
         **_parts_of_rewards(batch),
         **_episodes(batch),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
-        "reward/groups_with_signal": signal / len(batch.groups),
+        **({"reward/groups_with_signal": statistics.fmean(signals)} if has_siblings else {}),
         "response/mean_tokens": statistics.fmean(lengths),
         "rollout/batch_samples": len(lengths),
         "response/max_tokens": max(lengths),

@@ -37,7 +37,7 @@ def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[Metr
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
 def test_a_reward_that_never_differs_is_named_with_its_value(value: float) -> None:
     (alarm,) = alarms(rows(12, reward__mean=value, reward__groups_with_signal=0.0))
-    assert alarm.startswith(f"every reward of the last 10 steps is {value:g}: nothing is learned.")
+    assert alarm.startswith(f"every reward of the last 10 steps is {value:g}: rewards teach nothing.")
 
 
 def test_one_reward_for_a_hundred_responses_is_named_after_three_steps() -> None:
@@ -45,7 +45,7 @@ def test_one_reward_for_a_hundred_responses_is_named_after_three_steps() -> None
         return alarms(rows(num_steps, **({"reward__mean": 0.0, "reward__groups_with_signal": 0.0} | curves)))
 
     (alarm,) = found(3, rollout__batch_samples=34)
-    assert alarm.startswith("every reward of the last 3 steps is 0: nothing is learned.") and "--dry-run" in alarm
+    assert alarm.startswith("every reward of the last 3 steps is 0: rewards teach nothing.") and "--dry-run" in alarm
     assert found(3, rollout__batch_samples=33) == found(2, rollout__batch_samples=50) == ()
     assert found(3, rollout__batch_samples=34, reward__mean=lambda step: step / 10) == ()
 
@@ -53,6 +53,13 @@ def test_one_reward_for_a_hundred_responses_is_named_after_three_steps() -> None
 def test_equal_rewards_within_groups_teach_nothing() -> None:
     (alarm,) = alarms(rows(6, reward__mean=lambda step: step / 10, reward__groups_with_signal=0.0))
     assert alarm.startswith("all rewards within a group of the last 6 steps are equal")
+
+
+@pytest.mark.parametrize("shares", [{"reward__groups_with_signal": 0.0}, {"reward__groups_with_signal": math.nan}])
+def test_equal_rewards_within_groups_are_no_alarm_where_more_is_compared(shares: dict[str, float]) -> None:
+    """Whitened advantages compare the batch; groups of one response have no share."""
+    found = rows(10, reward__mean=0.5, reward__std=0.5, advantage__abs_mean=0.8, **shares)
+    assert alarms(found) == ()
 
 
 @pytest.mark.parametrize(("mean", "level"), [(0.02, "too hard"), (0.99, "too easy")])
@@ -154,4 +161,4 @@ def test_a_run_shows_its_alarms_whenever_its_steps_have_doubled() -> None:
     for row in found:
         observe(StepEnded(step=row.step, batch=Batch(step=row.step, groups=()), time_s=0.0, metrics=row.values))
     assert [step for step, _ in shown] == [3, 10, 20, 40]
-    assert {text[:51] for _, text in shown[1:]} == {"alarm: every reward of the last 10 steps is 0: noth"}
+    assert {text[:51] for _, text in shown[1:]} == {"alarm: every reward of the last 10 steps is 0: rewa"}

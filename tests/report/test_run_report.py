@@ -157,7 +157,7 @@ def test_the_command_prints_the_alarms(april: Path, tmp_path: Path, capsys: pyte
     run = tmp_path / "run"
     shutil.copytree(april, run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    nothing = {"reward/mean": 0.0, "reward/groups_with_signal": 0.0}
+    nothing = {"reward/mean": 0.0, "reward/std": 0.0, "reward/groups_with_signal": 0.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row | nothing) + "\n" for row in rows))
     assert cli.main(["report", str(run)]) == 0
     alarm, path = capsys.readouterr().out.splitlines()
@@ -275,7 +275,7 @@ def test_alarms_are_at_the_top_of_the_page_and_in_the_closing_summary() -> None:
     page, out = render_report(record), io.StringIO()
     assert "<li>every reward of the last 10 steps is 0" in page[: page.index("Held-out accuracy")]
     Console(file=out, width=200).print(summary_table(record, summarize(record.metrics, record.timeline)))
-    assert "every reward of the last 10 steps is 0: nothing is learned." in out.getvalue()
+    assert "every reward of the last 10 steps is 0: rewards teach nothing." in out.getvalue()
 
 
 def test_the_timeline_draws_spans_by_version_and_gaps_as_parked() -> None:

@@ -57,6 +57,10 @@ def test_rows_of_one_batch_with_the_same_prompt_are_counted() -> None:
     groups = (group(0, 0, 0, 1, 2), group(1, 0, 1, 1, 2), group(2, 1, 0, 1, 2), group(3, 2, 0, 3), group(4, 3, 0, 4))
     assert batch_metrics(Batch(step=0, groups=groups))["prompt/repeated"] == 0.25
     assert batch_metrics(Batch(step=0, groups=groups[:2]))["prompt/repeated"] == 0, "one row twice is no repetition"
+    written = (group(5, 4, 0), group(6, 5, 0), group(7, 6, 0), group(8, 7, 0))  # by reset of an environment
+    assert batch_metrics(Batch(step=0, groups=(*groups, *written)))["prompt/repeated"] == 0.25
+    alone = batch_metrics(Batch(step=0, groups=written))
+    assert not alone.keys() & {"prompt/repeated", "reward/groups_with_signal"}, "groups of one response"
 
 
 def test_a_batch_without_a_token_divides_nothing_by_zero() -> None:

@@ -8,7 +8,7 @@ engine that loads weights from folders finds each version in one, written while 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,10 @@ class HostedRollouts:
         self._steps.measured({"memory/peak_bytes": peak_memory_bytes()})
         self._steps.trained_before(done.step + 1)
         self._steps.close()
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Exclude the host's other work within this context, an evaluation say, from the step."""
+        return self._steps.set_aside()
 
     def saved(self, step: int) -> None:
         """Record that no restart will return to a checkpoint before ``step``."""

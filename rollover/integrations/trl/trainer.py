@@ -18,7 +18,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerpri
 from rollover.integrations.trl.rollouts import HostedRollouts
 from rollover.integrations.trl.weights import dropouts, model_folder, number_format
 from rollover.rollout.events import Event
+from rollover.run.directory import is_run
 
 _RATIO = "importance_sampling_ratio"
 _UNWEIGHED = (
@@ -117,15 +118,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             RolloverError: the message says what the user can do about it; the run can be resumed.
         """
         self._resumes = bool(resume_from_checkpoint)
+        place = run_folder(Path(self.args.output_dir))
         if resume_from_checkpoint is True:
             found = whole_checkpoints(Path(self.args.output_dir))
             resume_from_checkpoint = str(found[-1][1]) if found else None
-            if resume_from_checkpoint is None and not self._place.exists():
+            if resume_from_checkpoint is None and not place.exists():
                 raise RunError(
                     f"{self.args.output_dir} holds no run to resume: call train() without resume_from_checkpoint"
                 )
+            if resume_from_checkpoint is None and self.state.global_step:
+                raise RunError(
+                    f"this trainer's model has been trained for {self.state.global_step} steps, and no checkpoint was"
+                    " saved, so the run resumes from its beginning: create model and trainer anew, or start the script"
+                    " again"
+                )
         self._run = HostedRun(
-            self._place,
+            place,
             self.rollover_config,
             host=f"trl {trl_version()}",
             resume=self._resumes,
@@ -134,6 +142,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         with self._run:
             try:
+                self._step, self._buffered_inputs = 0, None  # left behind by a train() that was stopped within a batch
                 with self._behaviour_weighed(True):
                     result = super().train(resume_from_checkpoint, *args, **kwargs)
                 if self._rollouts is not None:
@@ -143,10 +152,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollouts, self._rollouts = self._rollouts, None
                 if rollouts is not None:
                     rollouts.close()
-
-    @property
-    def _place(self) -> Path:
-        return Path(self.args.output_dir) / "rollover"
 
     @contextmanager
     def _behaviour_weighed(self, wanted: bool) -> Iterator[None]:
@@ -215,6 +220,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if _RATIO not in watched.looked_up:
             raise RunError(f"TRL {trl_version()} computes the loss without {_UNWEIGHED}")
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL does. The time is no part of a step."""
+        with nullcontext() if self._rollouts is None else self._rollouts.set_aside():
+            return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as TRL does, with TRL's own generation."""
@@ -308,6 +318,15 @@ _LOGGED = {
     "perf/weight_sync_s": "time/publish_s",
 }
 """Metrics of the rollouts that TRL logs: TRL's names for ours."""
+
+
+def run_folder(output_dir: Path) -> Path:
+    """Return the directory of the run. Uploads of ``output_dir`` to the Hub leave out names that begin with an
+    underscore: prompts and responses may be private. The directory of an earlier version is renamed."""
+    place = output_dir / "_rollover"
+    if is_run(older := output_dir / "rollover") and not place.exists():
+        older.rename(place)
+    return place
 
 
 def whole_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

@@ -98,7 +98,7 @@ def train(model: Path, folder: Path, point: str) -> None:
         save_steps=2,
         save_total_limit=1,
     )
-    made.train(resume_from_checkpoint=(folder / "out" / "rollover").exists())
+    made.train(resume_from_checkpoint=(folder / "out" / "_rollover").exists())
 
 
 def main(model: Path, folder: Path) -> int:

@@ -156,7 +156,7 @@ class Flawed:
 
 def journaled(folder: Path) -> list[Batch]:
     """The batches as they stand in the journal of a run in ``folder``."""
-    events = [event for _, event in read_events(folder / "out" / "rollover" / "journal.sqlite", effective=True)]
+    events = [event for _, event in read_events(folder / "out" / "_rollover" / "journal.sqlite", effective=True)]
     folded = RolloutState(event for event in events if not isinstance(event, CheckpointSaved))
     folded.ledger.check()
     return [folded.view.batch(step) for step in sorted(folded.ledger.batches)]

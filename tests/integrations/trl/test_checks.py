@@ -82,7 +82,7 @@ def test_steps_that_trl_counts_later_are_refused_before_any_decoding(
     with pytest.raises(ConfigError, match=message):
         made.train()
     assert made.seen == []
-    assert not (tmp_path / "out" / "rollover" / "journal.sqlite").exists()
+    assert not (tmp_path / "out" / "_rollover" / "journal.sqlite").exists()
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_the_script_trains_and_the_same_command_goes_on(tmp_path: Path, monkeypa
         assert any(re.fullmatch(re.escape(name).replace(r"\*", ".*"), seen) for seen in known), name
     again = run(4)
     assert [row["step"] for row in again.state.log_history if "reward" in row] == [1, 2, 3, 4]
-    steps = [row.step for row in read_run(tmp_path / "out" / "rollover").metrics if row.kind == "step"]
+    steps = [row.step for row in read_run(tmp_path / "out" / "_rollover").metrics if row.kind == "step"]
     assert steps == [0, 1, 2, 3]
-    shows_its_run(tmp_path / "out" / "rollover")
+    shows_its_run(tmp_path / "out" / "_rollover")
     written = pandas.read_parquet(tmp_path / "out/completions/completions_00004.parquet")
     assert len(written) == 64 and {"prompt", "completion"} <= {*written.columns}
     assert all(isinstance(text, str) for text in written["completion"])

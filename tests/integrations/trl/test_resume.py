@@ -9,9 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from rollover.errors import ConfigError, RunError
 from rollover.integrations.trl.trainer import whole_checkpoints
@@ -55,11 +57,14 @@ def history(model: Path, folder: Path, *, dies_after: int | None = None) -> Hist
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
+        has_died = False
+
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             ends.append(state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == dies_after:
+            if state.global_step == dies_after and not self.has_died:
+                self.has_died = True
                 raise Died
 
     made = trainer(
@@ -108,7 +113,7 @@ def test_a_run_killed_at_every_point_trains_each_batch_as_journaled(tiny_model: 
     assert len(steps) > STEPS, "no step was repeated, and the test shows nothing"
     last = [entry["step"] for entry in given if entry["point"] == ""]
     assert last == [*range(last[0], STEPS)]
-    events = [event for _, event in read_events(tmp_path / "out" / "rollover" / "journal.sqlite")]
+    events = [event for _, event in read_events(tmp_path / "out" / "_rollover" / "journal.sqlite")]
     assert sum(isinstance(event, Restarted) for event in events) == len(POINTS)
     assert {e.step for e in events if isinstance(e, BatchTrained)} == {*range(STEPS)}
     assert [step for step, _ in whole_checkpoints(tmp_path / "out")] == [STEPS]
@@ -118,7 +123,7 @@ def test_a_resumed_run_decodes_nothing_twice(tiny_model: Path, tmp_path: Path) -
     first = trainer(tiny_model, tmp_path, max_steps=2, **SAVING)
     first.train()
     assert first.seen[-1].account["rollout/parked_samples"] > 0
-    journal = tmp_path / "out" / "rollover" / "journal.sqlite"
+    journal = tmp_path / "out" / "_rollover" / "journal.sqlite"
     before = [event for _, event in read_events(journal)]
     again = trainer(tiny_model, tmp_path, max_steps=4, **SAVING)
     again.train(resume_from_checkpoint=True)
@@ -128,6 +133,27 @@ def test_a_resumed_run_decodes_nothing_twice(tiny_model: Path, tmp_path: Path) -
     tokens = sum(len(e.segment.token_ids) for e in after if isinstance(e, SegmentEnded))
     assert again.seen[-1].account["rollout/decoded_tokens"] == tokens
     assert again.seen[-1].account["rollout/wasted_tokens/failed_or_crashed"] == 0
+
+
+def test_uploads_to_the_hub_leave_out_the_run_by_either_name(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Mock()
+    hub.create_repo().repo_id = "somebody/model"
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    place, older = tmp_path / "out" / "_rollover", tmp_path / "out" / "rollover"
+    trainer(tiny_model, tmp_path, max_steps=1, **SAVING).train()
+    place.rename(older)
+    again = trainer(tiny_model, tmp_path, max_steps=2, push_to_hub=True, **SAVING)
+    again.train(resume_from_checkpoint=True)
+    again.push_to_hub()
+    assert (place / "journal.sqlite").exists() and not older.exists()
+    uploads = [call.kwargs for call in hub.upload_folder.call_args_list]
+    assert {said["folder_path"] for said in uploads} == {str(tmp_path / "out")} and len(uploads) == 2
+    there = [str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*")]
+    for said in uploads:
+        sent = [*filter_repo_objects(there, ignore_patterns=said["ignore_patterns"])]
+        assert "model.safetensors" in sent and not [name for name in sent if "rollover" in name]
 
 
 def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_model: Path, tmp_path: Path) -> None:
@@ -144,7 +170,10 @@ def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_mode
         trainer(tiny_model, tmp_path, max_steps=2, dataset=answered).train(resume_from_checkpoint=True)
 
 
-def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_continues_there(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_same_process", [False, True])
+def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_continues_there(
+    tiny_model: Path, tmp_path: Path, is_same_process: bool
+) -> None:
     straight = history(tiny_model, tmp_path / "straight")
     straight.trainer.train()
     assert straight.epochs == [(step, step / 4) for step in range(1, 9)]
@@ -154,13 +183,22 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_continues_there(tiny_mo
     with pytest.raises(Died):
         killed.trainer.train()
     assert [step for step, _ in whole_checkpoints(tmp_path / "resumed" / "out")] == [2]
-    resumed = history(tiny_model, tmp_path / "resumed")
+    assert killed.minibatches == straight.minibatches[:3]
+    resumed = killed if is_same_process else history(tiny_model, tmp_path / "resumed")
+    resumed.minibatches.clear()
     resumed.trainer.train(resume_from_checkpoint=True)
 
     assert resumed.epochs == straight.epochs
     assert resumed.epoch_ends == straight.epoch_ends
-    assert killed.minibatches == straight.minibatches[:3]
     assert resumed.minibatches == straight.minibatches[2:]
+
+
+def test_a_trained_model_is_not_trained_from_the_beginning_again(tiny_model: Path, tmp_path: Path) -> None:
+    killed = history(tiny_model, tmp_path, dies_after=1)
+    with pytest.raises(Died):
+        killed.trainer.train()
+    with pytest.raises(RunError, match=r"trained for 1 steps, and no checkpoint was saved, .* start the script again"):
+        killed.trainer.train(resume_from_checkpoint=True)
 
 
 def test_there_must_be_something_to_resume(tiny_model: Path, tmp_path: Path) -> None:

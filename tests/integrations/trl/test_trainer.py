@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -102,7 +104,7 @@ def test_the_importance_ratio_is_one_on_new_tokens_and_another_on_old_ones(run: 
 def test_the_bound_and_the_account_hold_at_every_step(run: tuple[Any, Path]) -> None:
     trained, folder = run
     decoded, counted = 0, {}
-    for _, event in read_events(folder / "out" / "rollover" / "journal.sqlite", effective=True):
+    for _, event in read_events(folder / "out" / "_rollover" / "journal.sqlite", effective=True):
         if isinstance(event, SegmentEnded):
             decoded += len(event.segment.token_ids)
         elif isinstance(event, BatchConsumed):
@@ -131,7 +133,7 @@ def test_trl_logs_the_rollouts_and_the_report_draws_them(run: tuple[Any, Path]) 
     trained, folder = run
     staleness = [max(lags(seen.batch)) for seen in trained.seen]
     assert logged(trained, "sample/staleness_max") == staleness
-    record = read_run(folder / "out" / "rollover")
+    record = read_run(folder / "out" / "_rollover")
     assert record.meta["takes_turns"] is True, "one CPU has the model of both"
     assert record.meta["max_running"] == trained.rollover_config.engine.max_running
     steps = [row for row in record.metrics if row.kind == "step"]
@@ -319,8 +321,19 @@ def test_a_failed_sibling_counts_neither_in_loss_nor_in_baseline(
 # -- what TRL keeps to itself -------------------------------------------------------------------------------------
 
 
-def test_evaluation_stays_trls(tiny_model: Path, tmp_path: Path) -> None:
-    evaluated = WatchedTrainer(
+def test_evaluation_stays_trls_and_is_no_part_of_a_step(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + spent_s[0])
+    monkeypatch.setattr("rollover.integrations.steps.time", clock)
+
+    class Slow(WatchedTrainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            spent_s[0] += 1000
+            return super().prediction_step(*args, **kwargs)
+
+    evaluated = Slow(
         model=str(tiny_model),
         reward_funcs=share,
         args=arguments(
@@ -334,6 +347,9 @@ def test_evaluation_stays_trls(tiny_model: Path, tmp_path: Path) -> None:
     assert len(logged(evaluated, "eval_reward")) == 2
     assert len(evaluated.seen) == 2
     assert evaluated.use_vllm is False
+    steps = [row.values for row in read_run(tmp_path / "out" / "_rollover").metrics if row.kind == "step"]
+    assert spent_s[0] >= 2000
+    assert [row["time/step_s"] < 1000 for row in steps] == [True, True]
 
 
 def test_several_optimizer_steps_to_a_batch_make_one_version(tiny_model: Path, tmp_path: Path) -> None:

@@ -44,9 +44,7 @@ MAX_REPLICAS = 10_000
 @click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, such as h100-sxm.")
 @click.option("--model", metavar="DIR", help="The model on that device.")
 @click.option("--tp", type=Count(min=1, max=1024), default=1, metavar="N", help="Devices per replica.")
-@click.option(
-    "--replicas", type=Count(min=1, max=MAX_REPLICAS), default=1, metavar="N", help="Number of engine replicas."
-)
+@click.option("--replicas", type=Count(min=1, max=MAX_REPLICAS), metavar="N", help="Number of engine replicas.")
 @click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups per step.")
 @click.option("--group-size", type=Count(min=1), metavar="N", help="Samples per group.")
 @click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")

@@ -53,7 +53,7 @@ class StudyRequest:
     device: str | None = None
     model: str | None = None
     tp: int = 1
-    replicas: int = 1
+    replicas: int | None = None
     batch_size: int | None = None
     group_size: int | None = None
     cap_tokens: int | None = None
@@ -127,7 +127,7 @@ def _setup(request: StudyRequest, recorded: Recorded | None) -> Setup:
     cap = request.cap_tokens or file_cap
     rollout = file.rollout or (recorded.rollout if recorded else SimulatedRollout())
     rollout = shaped(rollout, batch_size=request.batch_size, group_size=request.group_size)
-    replicas = file.engine.replicas or request.replicas
+    replicas = request.replicas or file.engine.replicas or 1
     if recorded is not None:
         unit: Unit = "s"
         name, notes, known = str(request.run), recorded.notes, recorded.scenario

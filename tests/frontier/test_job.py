@@ -41,12 +41,15 @@ def test_a_file_of_one_response_is_enough_however_short_the_run(steps: str, caps
 
 def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:
     Path("s.toml").write_text(
-        "[engine]\nc0_s = 0.01\nb0 = 20.0\n[trainer]\nbase_s = 0.5\n"
+        "[engine]\nc0_s = 0.01\nb0 = 20.0\nreplicas = 2\n[trainer]\nbase_s = 0.5\n"
         "[rollout]\nstrategy = { kind = 'concurrency', num_running = 12 }\nrollout_batch_size = 4\ngroup_size = 2\n"
         "max_new_tokens = 120\n"
     )
-    assert cli.main(["simulate", "tiny.toml", *QUICK[:4], "--scenario", "s.toml", "--json", "a.json"]) == 0
-    content = json.loads(Path("a.json").read_text())
+    options = ["--scenario", "s.toml", "--json", "a.json"]
+    for replicas, simulated in (([], 2), (["--replicas", "1"], 1)):
+        assert cli.main(["simulate", "tiny.toml", *QUICK[:4], *options, *replicas]) == 0
+        content = json.loads(Path("a.json").read_text())
+        assert len(content["scenario"]["replicas"]) == simulated
     assert content["unit"] == "s"
     assert content["rollout"]["strategy"]["num_running"] == 12
     assert content["rollout"]["max_new_tokens"] == 120, "the cap of the lengths"

@@ -20,7 +20,7 @@ from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.record import JOURNAL, read_config, read_timeline
 from rollover.report.timeline import SampleTrace, Timeline
-from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, SampleScored, SegmentEnded
+from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.lag import LagOf
 from rollover.rollout.strategies import RolloverConfig
@@ -39,10 +39,7 @@ _NO_B0 = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A run as the simulator needs it: lengths, setting, engine and trainer.
-
-    Example: ``read_recorded(Path("runs/quickstart")).scenario.replicas[0].c0_s`` is 0.0061.
-    """
+    """A run as the simulator needs it: lengths, setting, engine and trainer."""
 
     trace: Trace
     rollout: SimulatedRollout
@@ -77,7 +74,7 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
-    num_prompt_tokens, reward_s, filtered = _counted(path)
+    num_prompt_tokens, reward_s, filtered = _counted(path, config)
     turns, episodes = _turns(timeline)
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
@@ -169,11 +166,12 @@ def _replica(
     engine, most = config.get("engine") or {}, max(n for _, n in timeline.active)
     each = engine.get("max_running") or 2**31
     asked = sum(each) if isinstance(each, list) else each * max(1, len(engine.get("urls", ())))
+    told = config["meta"].get("max_running", asked)  # a run of an earlier version has only asked
     model = ReplicaModel(
         c0_s=found.c0_s,
         b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * most,
         prefill_tokens_per_s=rate,
-        max_running=max(most, config["meta"].get("max_running", asked)),  # a run of an earlier version has only asked
+        max_running=most if engine.get("kind") == "swarm" else max(most, told),  # a swarm tells its own limit
         swap_pause_s=pause_s,
     )
     b0 = f"B0 {found.b0:.1f} samples" if math.isfinite(found.b0) else "grows with no batch that occurred (no B0)"
@@ -207,20 +205,31 @@ def _accuracy(filtered: float, group_size: int) -> float:
     return high
 
 
-def _counted(path: Path) -> tuple[int, float, float]:
-    """Return the tokens of all prompts, the mean time between the end of a sample and its reward, and the fraction of
-    the finished groups that the filter dropped."""
+def _counted(path: Path, config: dict[str, Any]) -> tuple[int, float, float]:
+    """Return the tokens of all prompts, the mean time between the end of a sample (of the last sibling, where a reward
+    compares siblings) and its reward, and the fraction of the finished groups that the filter dropped."""
     num_prompt_tokens, num_scored, num_trained, num_filtered, waited_s = 0, 0, 0, 0, 0.0
-    ended: dict[SampleId, float] = {}
+    sources = (config.get("tasks") or {}).get("train") or ()
+    comparing = {s.get("name") for s in sources if any(r.get("group") for r in s.get("rewards") or [s["reward"]])}
+    together: set[int] = set()
+    ended: dict[SampleId | int, float] = {}
+
+    def scored(sample_id: SampleId) -> SampleId | int:
+        return sample_id.group if sample_id.group in together else sample_id
+
     for _, event in read_events(path / JOURNAL, effective=True, tokens=False):
         match event:
-            case GroupOpened(prompt=prompt):
+            case GroupOpened(group_id=group_id, prompt=prompt):
                 num_prompt_tokens += len(prompt.token_ids)
+                if prompt.source in comparing:
+                    together.add(group_id)
             case SegmentEnded(sample_id=sample_id, segment=segment) if segment.finish_reason in _FINISHED:
-                ended[sample_id] = event.time_s
-            case SampleScored(sample_id=sample_id) if sample_id in ended:
+                ended[scored(sample_id)] = event.time_s
+            case Observed(sample_id=sample_id, observation=observation) if observation.end is not None:
+                ended[scored(sample_id)] = event.time_s
+            case SampleScored(sample_id=sample_id) if scored(sample_id) in ended:
                 num_scored += 1
-                waited_s += event.time_s - ended.pop(sample_id)
+                waited_s += event.time_s - ended[scored(sample_id)]
             case GroupDropped(cause=WasteCause.FILTER_ZERO_SIGNAL):
                 num_filtered += 1
             case BatchConsumed(group_ids=group_ids):

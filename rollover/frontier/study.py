@@ -21,11 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The results of all simulations of one setup, with the recommendations drawn from them.
-
-    Example: a study of ``sync`` and ``april`` with two lag budgets has ``strategies == ("sync", "april")`` and two
-    pieces of ``advice``.
-    """
+    """The results of all simulations of one setup, with the recommendations drawn from them."""
 
     setup: Setup
     length: Length

@@ -26,10 +26,7 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """The length of a simulation, in training steps.
-
-    Example: the figures of ``Length(steps=200, warmup=20)`` count 180 steps.
-    """
+    """The length of a simulation, in training steps."""
 
     steps: int
     warmup: int
@@ -86,10 +83,7 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanOverSeeds:
-    """A mean over seeds with its 95% interval.
-
-    Example: ``mean=1.34, margin=0.01`` is 1.34 ± 0.01.
-    """
+    """A mean over seeds with its 95% interval."""
 
     mean: float
     margin: float | None
@@ -105,10 +99,7 @@ class MeanOverSeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """A setting of a strategy with its results, by seed.
-
-    Example: outcomes of 1,500 and 1,700 tokens/s over a baseline of 1,000 with both seeds have a ``gain.mean`` of 1.6.
-    """
+    """A setting of a strategy with its results, by seed."""
 
     config: RolloutConfig
     outcomes: tuple[TrialResult, ...]

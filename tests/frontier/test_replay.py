@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rollover.frontier.settings import check_strategies, default_strategies, set
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricsWriter
 from rollover.report.record import read_timeline
-from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened
+from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened, SampleScored
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.run import simulate
@@ -25,7 +26,9 @@ from tests.frontier.kit import LAW, REPLICA, small
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
 
 
-def recorded_run(folder: Path, setup: Setup, steps: int) -> Path:
+def recorded_run(
+    folder: Path, setup: Setup, steps: int, changed: Callable[[list[Event]], list[Event]] = lambda events: events
+) -> Path:
     """A run directory as the real loop would have left it, had the engine been the model's."""
     folder.mkdir()
     config = {"rollout": asdict(setup.rollout), "engine": {"kv_on_update": "keep", "max_running": 64}, "meta": {}}
@@ -39,7 +42,7 @@ def recorded_run(folder: Path, setup: Setup, steps: int) -> Path:
         observer=lambda event: events.append(_with_prompt(event)),
     )
     journal = Journal(folder / "journal.sqlite")
-    journal.append(events)
+    journal.append(changed(events))
     journal.close()
     with MetricsWriter(folder) as metrics:
         consumed_s = {event.step: event.time_s for event in events if isinstance(event, BatchConsumed)}
@@ -80,11 +83,34 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
 
 
+def _scored_together(events: list[Event]) -> list[Event]:
+    """Each sample gets its reward with the last of its siblings."""
+    last = {event.sample_id.group: event.time_s for event in events if isinstance(event, SampleScored)}
+    moved = [e._replace(time_s=last[e.sample_id.group]) if isinstance(e, SampleScored) else e for e in events]
+    return sorted(moved, key=lambda event: event.time_s)
+
+
+@pytest.mark.parametrize("key", ["reward", "rewards"])
+def test_a_reward_that_compares_siblings_takes_time_after_the_last_of_them(tmp_path: Path, key: str) -> None:
+    setup = small(scenario=Scenario(replicas=(TRUE,), reward=Latency(base_s=0.5)))
+    run = recorded_run(
+        tmp_path / "run", replace(setup, rollout=setting("sync", setup, None)), 12, changed=_scored_together
+    )
+    comparing: Any = {"kind": "function", "group": True}
+    source = {"name": "", "reward": {"kind": "exact"}} | {key: [comparing] if key == "rewards" else comparing}
+    assert rewritten(run, tasks={"train": [source]}).scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
+    assert read_recorded(run).scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
+    other = source | {"name": "other"}
+    assert rewritten(run, tasks={"train": [other]}).scenario.reward.base_s > 0.6
+
+
 def test_the_turns_of_episodes_are_measured_and_simulated_again(tmp_path: Path) -> None:
     turns = Turns(tokens=8, answer_s=0.4, answer_sigma=0.3, observed_tokens=5)
-    setup = small(scenario=Scenario(replicas=(TRUE,), turns=turns))
+    law = replace(LAW, sigma=0.5, loop_probability=0.0)  # no episode ends at the limit of its tokens
+    setup = small(lengths=law, scenario=Scenario(replicas=(TRUE,), turns=turns, reward=Latency(base_s=0.5)))
     setup = replace(setup, rollout=setting("april", setup, 2.0))
     found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
+    assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
     again = found.scenario.turns
     assert again is not None and again.observed_tokens == 5
     assert again.tokens == pytest.approx(8, abs=1)
@@ -135,6 +161,8 @@ def test_several_servers_are_simulated_with_the_room_of_all(tmp_path: Path) -> N
     for told, expected in ((24, 24), (40, 40), (6, max(n for _, n in read_timeline(run).active))):
         found = rewritten(run, engine={"kind": "vllm", "launch": True, "max_running": 6}, meta={"max_running": told})
         assert found.scenario.max_running == expected >= 18
+    swarm = rewritten(run, engine={"kind": "swarm", "max_running": 256}, meta={"max_running": 256})
+    assert swarm.scenario.max_running == max(n for _, n in read_timeline(run).active)
     again = simulate(
         found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=16
     )

@@ -91,6 +91,11 @@ class CallDisplaced(EngineError):
     attempt."""
 
 
+class EnginesAway(EngineError):
+    """No server of an engine came up within the time for which calls wait for one. Another call would wait as long
+    again."""
+
+
 class EngineMismatch(EngineError):
     """An engine whose log-probs differ from the trainer's; the message holds the numbers."""
 

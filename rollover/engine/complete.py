@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
-from rollover.errors import CallDisplaced, EngineError, EngineTimeout
+from rollover.errors import CallDisplaced, EngineError, EnginesAway, EngineTimeout
 from rollover.types import FinishReason
 
 STALL_S = 900.0
@@ -48,7 +48,7 @@ async def complete(
     ``request.request_id`` is their common beginning. Each call waits for ``room``.
 
     Raises ``EngineError`` when calls fail or are stopped four times in a row without a token (being displaced does not
-    count), ``EngineTimeout`` when none has come for ``stall_s``.
+    count), or at once if all servers stay away; ``EngineTimeout`` when no token has come for ``stall_s``.
     """
     name = f"{request.request_id}{secrets.token_hex(8)}"
     ids = list(request.response_ids)
@@ -78,9 +78,9 @@ async def complete(
             raise EngineError(f"the engine stopped {call.request_id} after {len(ids)} tokens without being asked to")
         except CallDisplaced:
             pass
-        except EngineError:
+        except EngineError as e:
             failures += 1
-            if failures > _MAX_FAILURES:
+            if failures > _MAX_FAILURES or isinstance(e, EnginesAway):
                 raise
         await asyncio.sleep(_FIRST_BACK_OFF_S * 2.0 ** max(0, failures - 1))
 

@@ -103,6 +103,11 @@ class EngineConfig(ABC):
         """Return the longest that a server of the engine may take to start; 0 if it starts none."""
         return 0.0
 
+    @property
+    def away_timeout_s(self) -> float:
+        """Return the longest that calls wait while no server of the engine is up; 0 if they never do."""
+        return 0.0
+
     @abstractmethod
     def mismatch_remedy(self, number_format: str) -> str:
         """Say what a user can do about an engine whose log-probs are not the trainer's. The engine reports that it

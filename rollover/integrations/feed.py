@@ -91,12 +91,15 @@ OpenParts = Callable[[], AbstractAsyncContextManager[FeedParts]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """The longest waits of a host, in seconds; the stall limit of ``batch`` is ``rollout.stall_timeout_s``."""
+    """The longest waits of a host, in seconds; the stall limit of ``batch`` is ``rollout.stall_timeout_s`` and
+    ``away_timeout_s`` together."""
 
     open_timeout_s: float = 1800.0
     """For opening the parts: an engine may read a large model from a slow disk."""
     update_timeout_s: float = 600.0
     """For loading new weights into the engine."""
+    away_timeout_s: float = 0.0
+    """For calls while no server of the engine is up."""
     close_timeout_s: float = 120.0
     """For stopping open calls and closing all parts."""
 
@@ -367,7 +370,7 @@ class Feed:
                 clock=clock,
                 state=state,
                 journal=journal,
-                limits=Limits.from_config(self._rollout),
+                limits=Limits.from_config(self._rollout, away_s=self._deadlines.away_timeout_s),
                 rules=parts.rules,
                 observer=self._observer,
             )

@@ -90,9 +90,10 @@ class Limits:
     """Batches of groups that may be dropped in a row, by the group filter or for want of rewards."""
 
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> Limits:
+    def from_config(cls, config: RolloutConfig, *, away_s: float = 0.0) -> Limits:
+        """Return the limits that are set. ``away_s``: the longest that calls may wait for servers that are away."""
         return cls(
             save_every_tokens=config.save_every_tokens,
-            stall_timeout_s=config.stall_timeout_s,
+            stall_timeout_s=config.stall_timeout_s + away_s,
             max_retries=config.max_retries,
         )

@@ -42,7 +42,7 @@ from functools import partial
 from rollover.batch import Batch
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
-from rollover.errors import CallDisplaced, EngineError, EngineTimeout
+from rollover.errors import CallDisplaced, EngineError, EnginesAway, EngineTimeout
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.consumers import Consumers
@@ -406,7 +406,9 @@ class RolloutDriver:
 
     def _call_failed(self, sample_id: SampleId, error: EngineError) -> None:
         """Leave the sample parked for another attempt. After too many failures give up the sample, or the run if all
-        running samples fail."""
+        running samples fail or all servers stay away."""
+        if isinstance(error, EnginesAway):
+            raise error
         if isinstance(error, CallDisplaced) or self._retries.failed(sample_id) or self._broken is not None:
             return
         if self._retries.all_failing(self._calls.keys()):

@@ -306,7 +306,7 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
         clock=parts.clock,
         state=parts.state,
         journal=parts.journal,
-        limits=Limits.from_config(rollout),
+        limits=Limits.from_config(rollout, away_s=config.engine.away_timeout_s),
         rules=rules,
         observer=watch,
         lockstep=config.deterministic,

@@ -9,7 +9,7 @@ import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import CallDisplaced, EngineError
+from rollover.errors import CallDisplaced, EngineError, EnginesAway
 from rollover.types import FinishReason
 from tests.engine.contract import request, tokens
 from tests.engine.fake import FakeEngine, token_at
@@ -70,6 +70,13 @@ def test_an_engine_that_decodes_nothing_is_given_up() -> None:
     assert len(tokens(run(completed(Failing(after=0, failures=3))))) == 12
     with pytest.raises(EngineError, match="dead on arrival"):
         run(completed(Failing(after=0, failures=4)))
+
+
+def test_servers_that_stay_away_are_not_waited_for_again() -> None:
+    engine = Failing(after=0, failures=2, kind=EnginesAway)
+    with pytest.raises(EnginesAway):
+        run(completed(engine))
+    assert engine.failures == 1
 
 
 def test_being_displaced_is_no_failure() -> None:

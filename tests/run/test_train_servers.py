@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,11 @@ from tests.swarm.chaos.forked import Forked
 CONTEXT = 80
 
 
-def train(*urls: str, steps: int = 3, strategy: str = "april") -> int:
+def train(*urls: str, steps: int = 3, strategy: str = "april", more: tuple[str, ...] = ()) -> int:
     engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps(urls), "--engine.max_running", "24"]
     engine += ["--engine.weights_dir", "shared"]
     run = ["train", "run.toml", "--run-dir", "out", "--steps", str(steps), "--rollout.strategy", strategy]
-    return cli.main([*run, *engine])
+    return cli.main([*run, *engine, *more])
 
 
 @pytest.mark.parametrize("strategy", ["sync", "april"])
@@ -47,6 +48,21 @@ def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment
     # APRIL's later batches hold tokens of older versions, how many depends on timing; the first holds none.
     fresh = runs.rows(out) if strategy == "sync" else runs.rows(out)[:1]
     assert max(abs(row["kl/rollout_proximal_k1"]) for row in fresh) < 1e-5
+
+
+def test_a_run_waits_for_dead_servers_as_long_as_it_says(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Although that is longer than it may be silent."""
+
+    class Mortal(ModelServer):
+        def _decode(self, name: str, running: Any) -> None:
+            super()._decode(name, running)
+            if self.version.endswith(":1"):
+                self.kill()
+
+    with serving(Mortal(experiment / "model", context=CONTEXT)) as url:
+        assert train(url, more=("--engine.all_down_timeout_s", "5", "--rollout.stall_timeout_s", "2")) == 2
+    message = f"no engine has been up for 5 s (engine.all_down_timeout_s): {url}: "
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_server_that_reloads_only_part_of_the_weights_stops_the_run(

@@ -128,12 +128,16 @@ class ServerConfig(EngineConfig):
         again_s = 0.0
         if self.weight_transfer != "folder":
             again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
-        absent_s = max(self.all_down_timeout_s, self.start_timeout_s)
-        return 2 * self.switch_timeout_s + self.install_timeout_s + absent_s + self.control_timeout_s + again_s
+        awaited_s = self.install_timeout_s + self.away_timeout_s + self.control_timeout_s
+        return 2 * self.switch_timeout_s + awaited_s + again_s
 
     @property
     def start_timeout_s(self) -> float:
         return self.launch_timeout_s if self.launch else 0.0
+
+    @property
+    def away_timeout_s(self) -> float:
+        return max(self.all_down_timeout_s, self.start_timeout_s)
 
     def launched_context(self, *names: str) -> int | None:
         """Return the context that ``launch_args`` give started servers, in an argument of one of these names."""

@@ -85,7 +85,7 @@ class HostedRollouts:
             step=step,
             seed=config.seed,
             # The publisher's own deadline comes first, and names the server.
-            deadlines=Deadlines(update_timeout_s=2 * timeout_s),
+            deadlines=Deadlines(update_timeout_s=2 * timeout_s, away_timeout_s=config.engine.away_timeout_s),
             observer=observer,
         )
         shares = any(numbered(parameter.device) in config.engine.devices() for parameter in model.parameters())

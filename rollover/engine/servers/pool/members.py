@@ -21,7 +21,7 @@ from rollover.engine.background import cancel, in_time
 from rollover.engine.base import Engine, Sleeps
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.weights.transfer import GroupMember
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError, EnginesAway, EngineTimeout
 from rollover.weights.base import WeightTarget
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Members:
                 member.take_out(str(error))
 
     async def until_one_is_up(self, unless: asyncio.Event) -> None:
-        """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``; while a
+        """Return when a member is up or ``unless`` is set. Raises ``EnginesAway`` after ``all_down_timeout_s``; while a
         member is being started again, only once its first start would have failed too."""
         began_s, limit_s, key = self.clock.now_s(), self._all_down_timeout_s, "all_down_timeout_s"
         while not (self.up or unless.is_set()):
@@ -222,11 +222,14 @@ class Members:
                 limit_s, key = self._start_timeout_s, "launch_timeout_s"
             left_s = began_s + limit_s - self.clock.now_s()
             if left_s <= 0:
-                raise EngineError(f"no engine has been up for {limit_s:g} s (engine.{key}): {self.why_none()}")
+                raise EnginesAway(f"no engine has been up for {limit_s:g} s (engine.{key}): {self.why_none()}")
             if self._out_since_s is None and not self.in_service:
                 self._out_since_s = self.clock.now_s()
+                longer = f", or {self._start_timeout_s:g} s if one is started again (engine.launch_timeout_s)"
                 logger.warning(
-                    "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)", self._all_down_timeout_s
+                    "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)%s",
+                    self._all_down_timeout_s,
+                    longer if self._start_timeout_s > self._all_down_timeout_s else "",
                 )
             self._admitted.clear()
             await wait_for_any(self.clock, left_s, self._admitted, unless)

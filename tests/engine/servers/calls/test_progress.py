@@ -14,7 +14,7 @@ import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.errors import EngineError, EnginesAway, EngineTimeout, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.state import RolloutState
@@ -22,7 +22,7 @@ from rollover.types import FinishReason, SamplingParams
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.fake import FakeEngine
-from tests.engine.servers.pool.kit import new_pool
+from tests.engine.servers.pool.kit import new_pool, pool_of_two
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
@@ -196,6 +196,18 @@ async def test_chunks_without_tokens_are_no_progress() -> None:
         await driver.next_batch()
     assert asyncio.get_running_loop().time() == pytest.approx(300.0, abs=1.0)
     await driver.stop()
+
+
+async def test_a_run_whose_servers_stay_away_ends_once_calls_have_waited_for_them() -> None:
+    async with pool_of_two(all_down_timeout_s=500.0) as (one, two, pool):
+        one.failing = two.failing = "power cut"
+        await asyncio.sleep(30.0)
+        began_s = asyncio.get_running_loop().time()
+        driver = driver_of(pool)
+        with pytest.raises(EnginesAway, match=r"^no engine has been up for 500 s \(engine.all_down_timeout_s\): one: "):
+            await driver.next_batch()
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(500.0, abs=1.0)
+        await driver.stop()
 
 
 class Lying(FakeEngine):

@@ -99,7 +99,8 @@ async def test_waiting_for_any_engine_is_reported_at_its_start_and_end(caplog: p
             calls = [asyncio.create_task(collect(pool, request(f"{now_s()}/{i}"))) for i in range(50)]
             await asyncio.sleep(60.0)
             assert lines(caplog, "no engine is up") == [
-                "no engine is up: waiting up to 500 s for one (engine.all_down_timeout_s)"
+                "no engine is up: waiting up to 500 s for one (engine.all_down_timeout_s), or 900 s if one is started"
+                " again (engine.launch_timeout_s)"
             ]
             one.failing = two.failing = None
             await asyncio.gather(*calls)

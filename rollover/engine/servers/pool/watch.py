@@ -18,7 +18,7 @@ from rollover.engine.background import BackgroundTasks
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.pool.members import Health, Member, Members
 from rollover.engine.servers.pool.updates import PoolUpdates
-from rollover.errors import EngineError, EngineMismatch, ModelError
+from rollover.errors import EngineError, EngineMismatch, RolloverError
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Watch:
             # other members, after the next update.
             while not self._updates.is_current(version):
                 version = await self._updates.catch_up(member, was_late=True)
-        except (EngineError, ModelError, OSError) as e:
+        except (RolloverError, OSError) as e:
             member.take_out(str(e))
             if isinstance(e, EngineMismatch) and member not in self._mismatched:
                 self._mismatched.add(member)

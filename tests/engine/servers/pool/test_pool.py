@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from rollover.engine.base import Engine
-from rollover.errors import EngineError, EngineMismatch
+from rollover.errors import ConfigError, EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens, update
@@ -137,14 +137,17 @@ async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing()
         assert two.version == 1 and pool.capabilities.max_running == 128
 
 
-async def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ConfigError("a node does not see the model")])
+async def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with pool_of_two() as (_, two, pool):
         real, tried = two.revive, []
 
         async def revive() -> None:
             tried.append(1)
             if len(tried) == 1:
-                raise OSError(24, "Too many open files")
+                raise error
             await real()
 
         monkeypatch.setattr(two, "revive", revive)

@@ -176,7 +176,7 @@ class RolloutDriver:
             EngineError: the engine does not work: every running sample failed, one of them more than ``max_retries``
                 times.
             DataError: every sample fails, or a reward function is wrong.
-            RunError: the group filter rejects everything.
+            RunError: the group filter rejects everything, or the engine's weights are too old for the batch.
         """
         if self._broken is not None:
             raise self._broken
@@ -205,7 +205,8 @@ class RolloutDriver:
 
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples continue during the load if the
-        engine supports that; otherwise they are parked before and resumed after it."""
+        engine supports that; otherwise they are parked before and resumed after it. Raises
+        ``RunError`` if ``version`` goes back, or is ahead of the batches that were handed out."""
         async with nullcontext() if self._engine.capabilities.in_flight_update else self._all_parked():
             start_s = self._clock.now_s()
             await load()

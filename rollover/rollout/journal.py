@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from rollover.batch import WasteCause
-from rollover.errors import ResourceError, RunError, parse_json
+from rollover.errors import DataError, ResourceError, RunError, parse_json
 from rollover.privacy import make_private
 from rollover.rollout.events import (
     BatchConsumed,
@@ -75,7 +75,14 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     for name in _LATER.get(type(event), ()):
         if body[name] == event._field_defaults[name]:
             del body[name]
-    return type(event).__name__, _to_json(body), blob
+    kind = type(event).__name__
+    try:
+        return kind, _to_json(body), blob
+    except TypeError as e:
+        raise DataError(
+            f"the journal cannot hold a {kind} ({e}): versions, times and columns of prompts must be Python's own"
+            " numbers, texts, lists and dictionaries"
+        ) from None
 
 
 def _decode(kind: str, body: str, blob: bytes | int) -> Event:

@@ -195,7 +195,15 @@ class Scheduler:
     # -- what to do ------------------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
-        """Ask for a batch: from now on ``decide`` starts samples for it."""
+        """Ask for a batch: from now on ``decide`` starts samples for it. Raises ``RunError`` if the engine's weights
+        are too old for the batch."""
+        step, version, bound = self.ledger.next_step, self.ledger.policy_version, self.strategy.max_staleness
+        if not self.ledger.replay and version < step - bound:
+            raise RunError(
+                f"batch {step} is asked for, but the engine samples from weights of version {version}, and"
+                f" max_staleness is {bound}: call published (or the driver's update_weights) with version {step} after"
+                " each training step"
+            )
         self._phase = _COLLECTING
 
     def halt(self) -> None:
@@ -347,8 +355,13 @@ class Scheduler:
         """Record the reward of a sample, or its failure if the reward cannot be trained on.
 
         Raises:
-            DataError: under the same conditions as ``failed``.
+            DataError: under the same conditions as ``failed``, or ``reward`` is no number.
         """
+        if not isinstance(reward, Score):
+            try:
+                reward = float(reward)  # NumPy and torch have numbers of their own, which the journal cannot hold
+            except Exception:
+                raise DataError(f"the reward of {sample_id} is {reward!r:.60}: a scorer must return a number") from None
         if not abs(reward) <= MAX_REWARD:  # written so that NaN fails too
             self.failed(sample_id, f"its reward is {reward}: not a finite number within {MAX_REWARD:g}", now_s)
             return
@@ -377,6 +390,14 @@ class Scheduler:
             raise DataError(f"the last {self._num_failed_in_a_row} samples {end}, the last one with: {reason}")
 
     def published(self, version: int, now_s: float, *, pause_s: float) -> None:
+        """Record that the engine samples from weights ``version``. Raises ``RunError`` if the version goes back, or is
+        ahead of the batches that were handed out."""
+        oldest, newest = self.ledger.policy_version, self.ledger.next_step
+        if not oldest <= version <= newest:
+            raise RunError(
+                f"weights of version {version} are published, but the version must be between {oldest}, the present"
+                f" one, and {newest}, the number of batches handed out: a batch of step s is trained into version s + 1"
+            )
         self.record(VersionPublished(time_s=now_s, policy_version=version, pause_s=pause_s))
 
     def saved(self, step: int, now_s: float) -> None:

@@ -436,7 +436,7 @@ async def test_calls_started_in_the_same_turn_are_aborted_too(then: str) -> None
         await rig.driver.stop()
         assert not rig.ledger.running
     else:
-        await rig.publish(2)
+        await rig.publish(1)
         await rig.driver.stop()
     assert (asyncio.get_running_loop().time(), engine.decoded_tokens) == before
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.batch import Batch, WasteCause
-from rollover.errors import ResourceError, RunError
+from rollover.errors import DataError, ResourceError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
@@ -176,7 +176,7 @@ def test_what_is_appended_together_is_there_together_or_not_at_all(tmp_path: Pat
     journal.append(some_events(2))
     prompt = Prompt(prompt_id="p", token_ids=(1,), text="", source="s", columns={"no": {1, 2}})
     opened = GroupOpened(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1)
-    with pytest.raises(TypeError):
+    with pytest.raises(DataError, match=r"cannot hold a GroupOpened \(.*set.*\): versions, times and columns of"):
         journal.append([*some_events(1), opened])
     assert journal.last_seq == 2
     journal.append(some_events(1))  # and the file can still be written

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollover.batch import WasteCause
-from rollover.errors import DataError
+from rollover.errors import DataError, RunError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, SampleFailed
@@ -70,6 +70,26 @@ def test_parking_stops_all_and_consumes_once_nothing_runs() -> None:
     shell.scheduler.published(1, 0.0, pause_s=0.0)
     shell.scheduler.begin_round()
     assert shell.started() == [1, 2], "what is parked goes first"
+
+
+def test_a_loop_that_loses_count_of_its_weights_is_told() -> None:
+    shell = Shell("sync")
+    (group,) = shell.started()
+    with pytest.raises(
+        RunError, match=r"version 1 are published, but .* between 0, the present one, and 0, the number"
+    ):
+        shell.scheduler.published(1, 0.0, pause_s=0.0)
+    shell.ends(group)
+    assert shell.decide() == CONSUME
+    shell.consume()
+    with pytest.raises(RunError, match=r"batch 1 .* of version 0, and max_staleness is 0: .* with version 1 after"):
+        shell.scheduler.begin_round()
+    shell.scheduler.published(1, 0.0, pause_s=0.0)
+    shell.scheduler.begin_round()
+    with pytest.raises(
+        RunError, match=r"version 0 are published, but .* between 1, the present one, and 1, the number"
+    ):
+        shell.scheduler.published(0, 0.0, pause_s=0.0)
 
 
 def test_discarding_drops_what_has_not_ended_and_returns_its_prompt() -> None:

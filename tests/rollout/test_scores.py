@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollover.batch import WasteCause
-from rollover.errors import NoReward, RewardError, RunError
+from rollover.errors import DataError, NoReward, RewardError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import SampleScored
 from rollover.rollout.journal import Journal, restart
@@ -39,6 +40,28 @@ class PartsScorer(ParityScorer):
         parity = await super().score(trajectory)
         parts = {"parity": parity} | ({"short": 1.0} if trajectory.num_tokens < 8 else {})
         return Score(parity + sum(parts.values()), components=parts, solved=parity == 1)
+
+
+class RawScorer(ParityScorer):
+    def __init__(self, reward: Any) -> None:
+        super().__init__()
+        self.reward = reward
+
+    async def score(self, trajectory: Trajectory) -> float:
+        return self.reward  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.25), 1])
+def test_a_reward_of_any_library_is_recorded_as_a_float(reward: Any, tmp_path: Path) -> None:
+    rig, _ = play(1, "sync", scorer=RawScorer(reward), journal=Journal(tmp_path / "journal.sqlite"))
+    found = {(type(e.reward), e.reward) for e in rig.events if isinstance(e, SampleScored)}
+    assert found == {(float, float(reward))}
+
+
+@pytest.mark.parametrize("reward", [None, "good", [1.0, 2.0], np.zeros(2)])
+def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+    with pytest.raises(DataError, match=r"the reward of g\d\.\d is .*: a scorer must return a number"):
+        play(1, "sync", scorer=RawScorer(reward))
 
 
 def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_path: Path) -> None:

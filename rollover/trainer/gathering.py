@@ -87,14 +87,13 @@ def entropy_metrics(lengths_B: NDArray[np.int64], entropy_T: NDArray[np.float64]
     ``entropy/end_16`` is the mean over the tokens that 16 to 63 tokens follow.
 
     Args:
-        entropy_T: of each token of the responses, one after the other; NaN if it was not measured.
+        entropy_T: of each token of the responses, one after the other; NaN if it was not measured, or is masked.
     """
     following_T = np.repeat(np.cumsum(lengths_B), lengths_B) - 1 - np.arange(len(entropy_T))
     range_T = np.where(np.isnan(entropy_T), -1, np.digitize(following_T, ENDS) - 1)
-    by_range = {f"entropy/end_{first}": entropy_T[range_T == i] for i, first in enumerate(ENDS)}
-    return {name: float(np.mean(values)) for name, values in by_range.items() if len(values)} | {
-        "entropy": float(np.nanmean(entropy_T))
-    }
+    found = {f"entropy/end_{first}": entropy_T[range_T == i] for i, first in enumerate(ENDS)}
+    found["entropy"] = entropy_T[range_T >= 0]
+    return {name: float(np.mean(values)) for name, values in found.items() if len(values)}
 
 
 def measured_drift(

@@ -185,7 +185,10 @@ class LocalTrainer:
             "learning_rate": rate,
             "time/step_s": elapsed_s,
             "tokens/per_s": data.num_tokens / elapsed_s,
-            **entropy_metrics(data.lengths_B.cpu().numpy(), entropy_T),
+            # As of the surprise, masked tokens are no part of it: samples cut at the limit are the longest ones.
+            **entropy_metrics(
+                data.lengths_B.cpu().numpy(), np.where(data.loss_mask_T.cpu().numpy() > 0, entropy_T, np.nan)
+            ),
             **_batch_metrics(data, minis),
             **_kept_metrics(data, mass_T),
             **_route_metrics(data, config),

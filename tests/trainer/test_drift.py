@@ -12,7 +12,7 @@ from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.batch import Batch
 from rollover.trainer.gathering import entropy_metrics
 from rollover.trainer.packing import TrainingSample
-from rollover.types import Trajectory
+from rollover.types import FinishReason, Trajectory
 from tests.trainer.builders import make_batch, make_model, make_trainer, separate_logprobs
 
 OFF = {"a": 0.25, "b": 0.0}
@@ -50,6 +50,18 @@ def test_entropies_are_told_by_their_distance_from_the_end() -> None:
     entropy_T[[0, 255, 279, 283]] = 4.0, 3.0, 1.0, 2.0
     found = entropy_metrics(np.array([280, 20]), entropy_T)
     assert found == {"entropy/end_0": 1.0, "entropy/end_16": 2.5, "entropy/end_256": 4.0, "entropy": 2.5}
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_entropies_leave_out_masked_tokens_as_surprise_does(folder: Path, masks: bool) -> None:
+    def cut(t: Trajectory) -> Trajectory:
+        return replace(t, segments=tuple(s._replace(finish_reason=FinishReason.LENGTH) for s in t.segments))
+
+    batch = make_batch(num_groups=2, group_size=2)
+    groups = tuple(replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in batch.groups)
+    trainer = make_trainer(folder, algorithm=resolve(AlgorithmConfig(mask_truncated=masks)))
+    found = trainer.step(replace(batch, groups=groups)).metrics
+    assert (found["surprise"] == 0, "entropy" in found) == (masks, not masks)
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 40}, {"mini_batches": 2, "learning_rate": 1.0}])

@@ -232,7 +232,7 @@ async def programs(number: int) -> dict[str, Any]:
     found: dict[str, Any] = {"number": number}
     for name, text in PROGRAMS.items():
         config = AgentConfig(command=(sys.executable, "-c", text), turn_timeout_s=300.0)
-        actor = EpisodeActor({"s": SourceEnvironment(config, letters, 500)}, letters, seed=0)
+        actor = EpisodeActor({"s": SourceEnvironment(config, letters, 500)}, letters)
         prompt = Prompt(prompt_id="s/0@0", token_ids=(), text="", source="s", columns={})
         asks = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0)
         acting = (

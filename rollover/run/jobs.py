@@ -206,7 +206,8 @@ async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Prog
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer, run.path)
         stack.push_async_callback(scorer.close)
-        environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)
+        seeds = {"seed": config.seed, "eval_seed": config.tasks.eval_seed}
+        environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, **seeds)
         stack.push_async_callback(environment.close)
         evaluator = Evaluator(
             config,

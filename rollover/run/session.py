@@ -91,7 +91,11 @@ def start(config: RunConfig, run: RunDir, progress: Progress, stack: ExitStack) 
     step = step_to_resume(run, checkpoint)
     sinks = open_sinks(config.logging, run.path, run_config=resolved(config), identity=run.identity(), resume_step=step)
     metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
-    run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if run.journal.exists() else None))
+    has_begun = run.journal.exists()
+    run.note(
+        datasets=same_datasets(config.tasks, run.noted("datasets") if has_begun else None),
+        eval_seed=run.noted("eval_seed") if has_begun else config.tasks.eval_seed,
+    )
     folder = initial_policy(config, run.model, progress, metrics)
     needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
     check_model(run, folder, needs_weights=checkpoint is None or needs_base)
@@ -194,7 +198,9 @@ async def _open_parts(
     check_capabilities(config, capabilities)
     scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer, run.path)
     stack.push_async_callback(scorer.close)
-    environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)
+    # A run of an earlier version began to evaluate in environments of its own seed, and goes on in them.
+    seeds = {"seed": config.seed, "eval_seed": config.seed if (noted := run.noted("eval_seed")) is None else noted}
+    environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, **seeds)
     stack.push_async_callback(environment.close)
     journal = open_journal(run, checkpoint)
     stack.callback(journal.close)

@@ -79,8 +79,8 @@ class TasksConfig:
     """Exclude evaluation prompts from training (and warm-up), so that accuracy is measured on unseen ones. The texts
     of all messages but the system's are compared, apart from white space."""
     eval_seed: int = 0
-    """Seed of the generated evaluation items. It is independent of the run's seed, so that runs of several seeds are
-    measured on the same items."""
+    """Seed of the generated evaluation items and of the environments of evaluation. It is independent of the run's
+    seed, so that runs of several seeds are measured on the same items."""
     shuffle: bool = True
     """If true, the rows are reshuffled in every epoch; otherwise they keep the file's order."""
     curriculum: CurriculumConfig | None = None

@@ -162,12 +162,12 @@ def demonstrations(config: TasksConfig, tokenizer: FastTokenizer, *, end: int) -
 
 
 def open_environments(
-    config: TasksConfig, tokenizer: FastTokenizer, *, limit: Callable[[str], int], seed: int
+    config: TasksConfig, tokenizer: FastTokenizer, *, limit: Callable[[str], int], seed: int, eval_seed: int
 ) -> EpisodeActor:
     """Open the environments of a run. ``limit`` returns the largest number of tokens of a response to the prompts of a
     source, whose name is ``eval/...`` for evaluation."""
     found = {}
-    for prefix, sources in (("", config.train), ("eval/", config.eval)):
+    for prefix, sources, own_seed in (("", config.train, seed), ("eval/", config.eval, eval_seed)):
         for source in sources:
             if source.environment is not None:
                 encoder = encoder_of(source, config, tokenizer)
@@ -178,5 +178,5 @@ def open_environments(
                 writer = AnswerWriter(encoder, source)
                 name = f"{prefix}{source.name}"
                 must_post = any(reward.kind == "environment" for reward in source.all_rewards)
-                found[name] = SourceEnvironment(source.environment, writer, limit(name), must_post)
-    return EpisodeActor(found, tokenizer, seed=seed)
+                found[name] = SourceEnvironment(source.environment, writer, limit(name), must_post, own_seed)
+    return EpisodeActor(found, tokenizer)

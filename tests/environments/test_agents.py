@@ -58,7 +58,7 @@ async def acting(function: str, *, max_new_tokens: int = 500, **settings: Any) -
     plain: Any = Plain()
     chosen = {"function": f"{HERE}:{function}"} if function else {}
     config = AgentConfig(**chosen, **settings)
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens)}, plain, seed=1)
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens)}, plain)
     try:
         yield actor
     finally:
@@ -198,7 +198,7 @@ async def test_requests_beyond_a_budget_are_refused_and_the_reward_still_counts(
 async def test_a_program_that_has_to_post_a_reward_fails_its_sample_otherwise() -> None:
     plain: Any = Plain()
     source = SourceEnvironment(AgentConfig(function=f"{HERE}:asks_once"), plain, 500, must_post_reward=True)
-    actor = EpisodeActor({"s": source}, plain, seed=1)
+    actor = EpisodeActor({"s": source}, plain)
     first = await actor.act(episode(), 0.0)
     with pytest.raises(RewardError, match=r"turn 1: the program ended without a reward \(POST /v1/reward\)"):
         await actor.act(episode("a", answers=[first]), 0.0)
@@ -256,7 +256,7 @@ async def test_a_command_gets_its_row_and_its_own_environment(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     plain: Any = Plain()
     config = AgentConfig(command=(*around, sys.executable, "-c", program))
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain)
     assert content(await actor.act(episode(), 0.0)) == str(tmp_path), "and nothing of the run's"
     await actor.close()
 
@@ -275,7 +275,7 @@ async def test_a_script_that_cannot_be_started_is_named(tmp_path: Path, capfd: p
 async def test_the_packaged_program_works_a_sum_out() -> None:
     plain: Any = Plain()
     config = AgentConfig(function="rollover.tasks.calculator_agent:solve")
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain)
     turns, answers = [], list[Observation]()
     for reply, asked in (("1 + 2 =", "1 + 2 - 9"), ("3 - 9 =", " 3"), ("what =", " -6"), ("so\n#### -6 ", " ?")):
         begun = replace(episode(*turns, answers=answers), prompt=SUM)

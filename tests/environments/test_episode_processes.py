@@ -30,7 +30,7 @@ def episode(*turns: str, index: int = 0, answers: Sequence[Observation] = ()) ->
 
 def actor(config: Any, max_new_tokens: int = 500) -> EpisodeActor:
     letters: Any = Plain()
-    return EpisodeActor({"s": SourceEnvironment(config, letters, max_new_tokens)}, letters, seed=1)
+    return EpisodeActor({"s": SourceEnvironment(config, letters, max_new_tokens)}, letters)
 
 
 async def acted(config: Any, *trajectories: Trajectory) -> list[Any]:

@@ -260,7 +260,7 @@ async def live(
 
     plain: Any = Plain()
     config = AgentConfig(function="mine:solve", turn_timeout_s=TIMEOUT_S, max_turn_tokens=20, workers=3)
-    actor = EpisodeActor({"toy": SourceEnvironment(config, plain, LIMIT, must_post_reward=True)}, plain, seed=1)
+    actor = EpisodeActor({"toy": SourceEnvironment(config, plain, LIMIT, must_post_reward=True)}, plain)
     limits = Limits(save_every_tokens=3)
     rig = make_rig(
         name, environment=actor, source=Unwritten(), state=state, journal=journal, observer=watch, limits=limits,

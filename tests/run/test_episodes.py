@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
+from rollover.environments.episodes.actor import environment_seed
 from rollover.rollout.events import CheckpointSaved, Observed, SegmentEnded
-from rollover.types import FinishReason
+from rollover.types import FinishReason, Prompt
 from tests import runs
 from tests.report.test_run_report import figures_of
 from tests.run.test_resume import succeeded
@@ -247,6 +249,37 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
     assert cli.main(["samples", "out", "--step", str(with_turns[0]), "--show", "12"]) == 0
     assert "⟦environment:" in capsys.readouterr().out
     assert "the environment answered with" in str(figures_of(Path("out/report.html").read_text()))
+
+
+def test_evaluations_meet_the_same_episodes_whatever_the_seed_of_the_run(processes: Processes) -> None:
+    """But a run that an earlier version began goes on with its own."""
+    with Path("game.py").open("a") as file:
+        file.write(
+            "class Seeded(Digits):\n"
+            "    def reset(self, row, seed):\n"
+            "        super().reset(row, seed)\n"
+            "        with open('seeds.txt', 'a') as file: file.write(f'{seed}\\n')\n"
+        )
+
+    unseen = TOML.rindex("game:Digits")
+    Path("run.toml").write_text(TOML[:unseen] + TOML[unseen:].replace("Digits", "Seeded"))
+
+    def seeds(*argv: str) -> set[str]:
+        Path("seeds.txt").write_text("")
+        assert cli.main([*argv, "--logging.progress", "off"]) == 0
+        return set(Path("seeds.txt").read_text().split())
+
+    def made_of(seed: int) -> set[str]:
+        ids = (f"eval/unseen/{i}@0" for i in range(8))
+        prompts = (Prompt(prompt_id=each, token_ids=(1,), text="", source="eval/unseen") for each in ids)
+        return {str(environment_seed(seed, prompt)) for prompt in prompts}
+
+    assert set() < seeds("train", "run.toml", "--run-dir", "run", "--seed", "1", "--steps", "1", *SIZES) <= made_of(0)
+    assert set() < seeds("eval", "run") <= made_of(0)
+    config = json.loads(Path("run/config.json").read_text())
+    assert config["meta"].pop("eval_seed") == 0
+    Path("run/config.json").write_text(json.dumps(config))
+    assert set() < seeds("train", "--resume", "run", "--steps", "2") <= made_of(1)
 
 
 def test_a_broken_environment_is_named_before_anything_runs(

@@ -24,15 +24,11 @@ class EpisodeActor:
 
     Args:
         environments: by the name of their source.
-        seed: the run's, of which the environments' seeds are made.
     """
 
-    def __init__(
-        self, environments: Mapping[str, SourceEnvironment[Any]], tokenizer: FastTokenizer, *, seed: int
-    ) -> None:
+    def __init__(self, environments: Mapping[str, SourceEnvironment[Any]], tokenizer: FastTokenizer) -> None:
         self._environments = environments
         self._tokenizer = tokenizer
-        self._seed = seed
         self._hosts: dict[str, list[EpisodeProcess]] = {}
         self._of_source: dict[str, list[EpisodeProcess]] = {}
         agents = {name: found for name, found in environments.items() if isinstance(found.config, AgentConfig)}
@@ -55,7 +51,7 @@ class EpisodeActor:
         return found.config.max_turn_tokens or found.max_new_tokens
 
     async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
-        config, writer, max_new_tokens, _ = self._environments[trajectory.prompt.source]
+        config, writer, max_new_tokens, *_ = self._environments[trajectory.prompt.source]
         is_opening = config.writes_prompts and not trajectory.observations
         num_turns = trajectory.num_turns - config.writes_prompts
         try:
@@ -105,7 +101,7 @@ class EpisodeActor:
             given = zip(earlier, observations, strict=True)
             return {
                 "row": prompt.columns,
-                "seed": environment_seed(self._seed, prompt),
+                "seed": environment_seed(self._environments[prompt.source].seed, prompt),
                 "history": [(self._action(ids), {"text": o.text, "reward": o.reward}) for ids, o in given],
                 "state": observations[-1].state if observations else "",
             }

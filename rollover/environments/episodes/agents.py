@@ -59,6 +59,8 @@ class SourceEnvironment(NamedTuple, Generic[Settings]):
     """Tokens of an episode, sampled and observed."""
     must_post_reward: bool = False
     """True if an agent's program has to post its reward."""
+    seed: int = 0
+    """Seed of which the seeds of its episodes are made."""
 
     def write(self, columns: Mapping[str, Any], new: Messages, tools: Any, last_id: int | None) -> tuple[int, ...]:
         """Write messages out after a turn that ended with ``last_id``, or as a prompt. Raises ``DataError``."""

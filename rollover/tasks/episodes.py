@@ -177,6 +177,6 @@ def open_environments(
                 check_environment(source, encoder)
                 writer = AnswerWriter(encoder, source)
                 name = f"{prefix}{source.name}"
-                must_post = any(reward.kind == "environment" for reward in source.all_rewards)
+                must_post = any(reward.kind == "environment" and reward.weight for reward in source.all_rewards)
                 found[name] = SourceEnvironment(source.environment, writer, limit(name), must_post, own_seed)
     return EpisodeActor(found, tokenizer)

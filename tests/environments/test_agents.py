@@ -19,7 +19,12 @@ from rollover.environments.episodes import AgentConfig
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.episodes.agents import SourceEnvironment
 from rollover.errors import DataError, RewardError
+from rollover.settings import toml
+from rollover.settings.schema import build
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.episodes import open_environments
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
+from tests.environments.words import CHAT, char_tokenizer
 
 SUM = Prompt(prompt_id="s/0@0", token_ids=(), text="", source="s", columns={"question": "1 + 2 - 9", "answer": "-6"})
 HERE = "tests.environments.agents"
@@ -202,6 +207,28 @@ async def test_a_program_that_has_to_post_a_reward_fails_its_sample_otherwise() 
     first = await actor.act(episode(), 0.0)
     with pytest.raises(RewardError, match=r"turn 1: the program ended without a reward \(POST /v1/reward\)"):
         await actor.act(episode("a", answers=[first]), 0.0)
+    await actor.close()
+
+
+@pytest.mark.parametrize("weight", [0, 0.5])
+async def test_a_reward_that_only_draws_its_curve_need_not_be_posted(weight: float) -> None:
+    posted = f"{{kind = 'environment', name = 'posted', weight = {weight}}}"
+    config = build(
+        TasksConfig,
+        toml.parse(
+            f"[[train]]\nkind = 'reasoning_gym'\nname = 's'\nrewards = [{{kind = 'verifier'}}, {posted}]\n"
+            f"environment = {{kind = 'agent', function = '{HERE}:asks_once'}}",
+            "run.toml",
+        ),
+    )
+    actor = open_environments(config, char_tokenizer(CHAT), limit=lambda source: 500, seed=1, eval_seed=1)
+    first = await actor.act(episode(), 0.0)
+    last = actor.act(episode("a", answers=[first]), 0.0)
+    if weight:
+        with pytest.raises(RewardError, match="ended without a reward"):
+            await last
+    else:
+        assert (await last).end is FinishReason.STOP
     await actor.close()
 
 

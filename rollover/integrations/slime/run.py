@@ -68,6 +68,7 @@ class SlimeRun:
         self._settings = settings
         self._code = code = host.code(args)
         self._progress = start.progress
+        self._can_resume = start.folder is not None
         self._masks_stale = bool(getattr(args, "mask_offpolicy_in_partial_rollout", False))
         self._line: LabelLine | None = None
         self._stops = _stops(args, code.tokenizer)
@@ -148,6 +149,8 @@ class SlimeRun:
         self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
         version = self._line.version(label, step=step)
         self._steps.trained_before(version)
+        if not self._can_resume:
+            self._feed.saved(version)
         self._feed.publish(version, lambda: self._servers.serves(version))
         self._steps.published()
         return version

@@ -17,6 +17,7 @@ import pytest
 from rollover.batch import WasteCause
 from rollover.errors import ConfigError, DataError, EngineError, RunError
 from rollover.frontier.replay import read_recorded
+from rollover.integrations.slime import plugin
 from rollover.report.metrics import read_metrics
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
@@ -330,14 +331,20 @@ def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path, servers
         Loop(servers, args, start=1).step(1)
 
 
-def test_without_our_data_source_rollouts_work_and_the_user_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "changes", [{"data_source_path": "slime.rollout.data_source.RolloutDataSource"}, {"save": None, "load": None}]
+)
+def test_a_run_that_cannot_resume_keeps_no_trained_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
     with slime_over_servers() as servers, caplog.at_level(logging.WARNING):
-        changes = {"data_source_path": "slime.rollout.data_source.RolloutDataSource"}
-        trained = run_of(tmp_path, servers, **changes).steps(range(2))
+        loop = run_of(tmp_path, servers, **changes)
+        trained = loop.steps(range(3))
+        ledger = plugin._runs[loop.manager.data_source]._feed._open.driver.ledger
+        assert list(ledger.batches) == [2]
     assert len(trained[1].samples) == BATCH * GROUP
-    assert "--data-source-path rollover.integrations.slime.DataSource" in caplog.text
+    is_ours = "data_source_path" not in changes
+    assert is_ours is ("--data-source-path rollover.integrations.slime.DataSource" not in caplog.text)
     assert not (tmp_path / "ckpt/rollover").exists()
 
 

@@ -158,7 +158,8 @@ class Segment(NamedTuple):
     end_s: float
     """Run clock at the first and after the last token of the segment."""
     num_prefilled_tokens: int = 0
-    """Response tokens whose cache had to be computed again before this segment could start."""
+    """Response tokens whose cache had to be computed again before this segment could start; with vLLM, all that were
+    sent again."""
     engine: str = ""
     """Name of the engine that sampled these tokens, where a run has several."""
     kept: Sequence[bytes] = ()

@@ -13,6 +13,7 @@ from rollover.errors import EngineError
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
 from tests.engine.servers.kit import bodies
+from tests.engine.servers.sglang import kit as sglang_kit
 
 
 async def test_a_server_left_without_known_weights_gets_no_call(kind: ModuleType, folder: Path, new: Path) -> None:
@@ -37,6 +38,9 @@ async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, fol
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
+        chunks = await collect(engine, request("b", prompt_ids=(1,) * 2, response_ids=(2,) * 8, max_new_tokens=20))
+        known_in_time = 3 if kind is sglang_kit else 0  # vLLM tells it at the end
+        assert [c.num_prefilled_tokens for c in chunks] == [8 - known_in_time] + [0] * (len(chunks) - 1)
 
 
 def test_what_every_program_computes_counts_as_a_weight_on_neither_side(folder: Path) -> None:

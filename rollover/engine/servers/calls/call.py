@@ -21,10 +21,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The tokens and the end that one event of a server's stream adds to a call.
-
-    Example: ``Delta(token_ids=(17, 4), logprobs=(-0.2, -1.1))`` brings two tokens of the weights in force.
-    """
+    """The tokens and the end that one event of a server's stream adds to a call."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -98,6 +95,8 @@ class GenerationCall:
         self._check(delta)
         if delta.num_prefilled_tokens is not None:
             self._num_prefilled_tokens = delta.num_prefilled_tokens
+        num_cached_tokens = max(0, delta.num_cached_tokens - len(self.request.prompt_ids))
+        self._num_prefilled_tokens = max(0, self._num_prefilled_tokens - num_cached_tokens)
         before, reason, stops = len(self.response), delta.finish_reason, self._stop_strings
         for token in delta.token_ids:
             self.response.append(token)

@@ -23,11 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupUpdate:
-    """One version of the weights on its way to the members of a pool.
-
-    Example: ``await GroupUpdate(members, config).send([one, two], 7, source)`` is empty when both serve version 7, and
-    ``{two: error}`` when the second was killed meanwhile and the first serves it.
-    """
+    """One version of the weights on its way to the members of a pool."""
 
     def __init__(self, members: Members, config: ServerConfig) -> None:
         self._members = members

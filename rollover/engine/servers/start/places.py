@@ -44,11 +44,7 @@ class ServerProgram:
 
 
 class StartedServer(Protocol):
-    """Stands for a server that we start, and start again when it is gone.
-
-    Example: ``await server.start()``, and ``server.client`` reaches it; once ``await server.gone()``, another ``start``
-    may move the client to another address.
-    """
+    """Stands for a server that we start, and start again when it is gone."""
 
     @property
     def client(self) -> HTTPClient: ...

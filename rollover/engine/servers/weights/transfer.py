@@ -69,10 +69,7 @@ class Receiver:
 
 
 class TransferFailed(EngineError):
-    """A transfer that came to nothing: the weights of its servers are neither the old nor the new ones.
-
-    Example: ``sending weights to http://a, http://b failed: http://b cannot be reached ...``
-    """
+    """A transfer that came to nothing: the weights of its servers are neither the old nor the new ones."""
 
     def __init__(self, message: str, errors: Mapping[Receiver, EngineError], gone: Mapping[Receiver, EngineError]):
         super().__init__(message)

@@ -37,8 +37,8 @@ class WeightSync:
     notify: Callable[[Notice], None]
     """Called with what was dropped along with an engine."""
     measured: Callable[[str, float], None]
-    """Called with the metrics of ``publish``: ``weights/bytes`` that each engine is given, before a swarm compresses
-    them; ``weights/stage_s`` until they are ready, and ``weights/load_s`` that engines take to load them."""
+    """Called with the metrics of ``publish``: ``weights/bytes`` that each engine is given, before a swarm casts and
+    compresses them; ``weights/stage_s`` until they are ready, and ``weights/load_s`` that engines take to load them."""
 
     async def make_room(self) -> None:
         """Let an engine on the trainer's devices release its memory until weights are published; one on devices of its
@@ -59,7 +59,7 @@ class WeightSync:
         Raises ``EngineError`` when no engine takes the weights, or none samples from them."""
         version, began_s = self.trainer.version, time.perf_counter()
         weights = await self.publisher.stage(await asyncio.to_thread(self._weights))
-        self.measured("weights/bytes", weights.manifest.num_bytes)
+        self.measured("weights/bytes", self.publisher.num_bytes(weights))
         self.measured("weights/stage_s", time.perf_counter() - began_s)
         await asyncio.to_thread(self.trust.expect, version)
         if self.sleeper is not None:  # the trainer's last computation before the engine's turn

@@ -38,13 +38,13 @@ class ServedFormats:
     """
 
     def __init__(self, like: Path) -> None:
-        self._dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}
+        self.dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}
 
     def cast(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor, on the CPU and contiguous, one at a time."""
         for name, tensor in source.tensors():
             yield name, tensor.detach().to("cpu", self._dtype(name, tensor)).contiguous()
-        if HEAD in self._dtypes and HEAD not in {spec.name for spec in source.manifest.tensors}:
+        if HEAD in self.dtypes and HEAD not in {spec.name for spec in source.manifest.tensors}:
             ((_, tied),) = source.tensors([EMBEDDING])
             yield HEAD, tied.detach().clone().to("cpu", self._dtype(HEAD, tied)).contiguous()
 
@@ -52,7 +52,7 @@ class ServedFormats:
         import torch
 
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return known.get(self._dtypes.get(name, ""), tensor.dtype)
+        return known.get(self.dtypes.get(name, ""), tensor.dtype)
 
 
 class WeightFolders:
@@ -65,7 +65,7 @@ class WeightFolders:
     def __init__(self, root: Path, *, like: Path) -> None:
         self._root = root
         self._companions = read_companions(like)
-        self._formats = ServedFormats(like)
+        self.formats = ServedFormats(like)
         self._written: list[Path] = []
 
     def write(self, source: WeightSource) -> WeightSource:
@@ -91,7 +91,7 @@ class WeightFolders:
         from safetensors.torch import save_file
 
         write_companions(self._companions, folder)
-        tensors = dict(self._formats.cast(source))
+        tensors = dict(self.formats.cast(source))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _prune(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource, WeightTarget
+from rollover.weights.buckets import as_served
 from rollover.weights.folders import WeightFolders
 from rollover.weights.sending import SentByHolder
 
@@ -43,6 +44,13 @@ class Publisher:
                 f"{self._target!r} loads weights from a folder, but the publisher has no place to write one"
             )
         return await asyncio.to_thread(self._folders.write, source)
+
+    def num_bytes(self, staged: WeightSource) -> int:
+        """Return how much each engine is given: of weights that are sent, in the number formats of its model."""
+        specs = staged.manifest.tensors
+        if isinstance(staged, SentByHolder) and self.sends and self._folders is not None:
+            specs = tuple(as_served(specs, self._folders.formats.dtypes))
+        return sum(spec.num_bytes for spec in specs)
 
     async def publish(self, source: WeightSource) -> None:
         """Load ``source`` into the target, which has then been resumed. Raises its ``EngineError``, or

@@ -35,17 +35,11 @@ _CLOSE_S = 60.0
 
 
 class SenderLost(EngineError):
-    """The sender of weights has failed, and no receiver has. Sending them again may work.
-
-    Example: ``rank 1 of 2 was killed (SIGTERM) in sending version 7``
-    """
+    """The sender of weights has failed, and no receiver has. Sending them again may work."""
 
 
 class WeightsGone(EngineError):
-    """The trainer has moved on: no process has the weights of this version any more, and later ones follow.
-
-    Example: ``the trainer is at version 8: weights of version 7 can no longer be sent``
-    """
+    """The trainer has moved on: no process has the weights of this version any more, and later ones follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
+from rollover.weights.sending import Lease, own_weights
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.virtual_time import run
 from tests.weights.kit import FakeWeights
@@ -99,3 +101,19 @@ async def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     assert staged.folder == Path("v3")
     with pytest.raises(EngineError, match=r"^needy loads weights from a folder, but the publisher has no place"):
         await Publisher(needy).stage(source)
+
+
+def test_weights_that_are_sent_count_in_the_formats_of_the_engines_model(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(4, 2), "model.embed_tokens.weight": torch.ones(8, 2)}
+    (tmp_path / "config.json").write_text("{}")
+    save_file(
+        {name: torch.ones(1, dtype=torch.bfloat16) for name in (*tensors, "lm_head.weight")},
+        tmp_path / "model.safetensors",
+    )
+    source = MemoryWeights(1, tensors)
+    held = own_weights(source, tensors, Lease(), current=lambda: 1, device="cpu")
+    target = Target("servers")
+    publisher = Publisher(target, folders=WeightFolders(tmp_path / "weights", like=tmp_path))
+    assert publisher.num_bytes(source) == 4 * (8 + 16)
+    target.takes = "group"
+    assert publisher.num_bytes(held) == 2 * (8 + 16 + 16)

@@ -85,7 +85,7 @@ def _facts(sample: TrainedSample, redactor: Redactor) -> str:
         "prompt": f"{sample.prompt.prompt_id}, {len(sample.prompt.token_ids)} tokens",
         **{f"reward: {name}": f"{value:.4g}" for name, value in sample.components.items()},
         "reward": f"{sample.reward:.4g}" + (f" {sample.shaping:+.3g} for its length" if sample.shaping else ""),
-        "advantage before scaling": f"{sample.relative:+.4g}",
+        **({} if sample.relative is None else {"against its group": f"{sample.relative:+.4g}"}),
         "columns of its row": json.dumps(redactor.value(sample.prompt.columns), ensure_ascii=False, default=str),
     }
     rows = "".join(

@@ -31,17 +31,14 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSample(Trajectory):
-    """A sample of a batch with what was learned from it.
-
-    Example: of a group with rewards 1 and 0, the samples have ``relative`` 0.5 and -0.5.
-    """
+    """A sample of a batch with what was learned from it."""
 
     step: int
     reward: float
     shaping: float
     """The amount that the algorithm added to the reward."""
-    relative: float = 0.0
-    """The shaped reward minus the mean of the group."""
+    relative: float | None = None
+    """The shaped reward minus the mean of the group; ``None`` for a sample without siblings."""
 
     @property
     def lag(self) -> float:
@@ -61,7 +58,7 @@ class TrainedSample(Trajectory):
         if not algorithm.trains_sample(self.finish_reason or FinishReason.STOP):
             return ["masked: cut at the limit"] * len(self.segments)
         has_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        if self.relative == 0 and algorithm.advantage in ("group_std", "group_mean", "leave_one_out") and not has_kl:
+        if not self.relative and algorithm.advantage in ("group_std", "group_mean", "leave_one_out") and not has_kl:
             return ["advantage 0"] * len(self.segments)
         masks_stale = algorithm.correction == "mask_stale"
         return ["masked: stale" if masks_stale and s.policy_version < self.step else "" for s in self.segments]
@@ -164,8 +161,11 @@ def compared(samples: Iterable[TrainedSample]) -> tuple[TrainedSample, ...]:
     found = []
     for _, siblings in groupby(samples, key=lambda sample: sample.sample_id.group):
         group = list(siblings)
-        mean = mean_reward([s.reward + s.shaping for s in group])
-        found += [replace(s, relative=s.reward + s.shaping - mean) for s in group]
+        rewards = [s.reward + s.shaping for s in group]
+        # The mean of equal rewards, of 0.1 say, may be rounded to another number.
+        mean = rewards[0] if len({*rewards}) == 1 else mean_reward(rewards)
+        relative = [None] if len(group) == 1 else [reward - mean for reward in rewards]
+        found += [replace(s, relative=r) for s, r in zip(group, relative, strict=True)]
     return tuple(found)
 
 
@@ -233,7 +233,7 @@ def chosen(samples: Sequence[TrainedSample], each: int = 3) -> list[tuple[str, T
 
 COLUMNS = (
     *("step", "chosen as", "sample", "source", "prompt", "response", "reward", "components"),
-    *("advantage before scaling", "tokens", "lag", "interruptions"),
+    *("against its group", "tokens", "lag", "interruptions"),
 )
 """Columns of the table that trackers get."""
 
@@ -262,11 +262,11 @@ def table_rows(
 
 
 def in_order(samples: Sequence[TrainedSample], order: Order) -> list[TrainedSample]:
-    """Sort samples, the largest first; by ``advantage``, the samples that move the policy most."""
+    """Sort samples, the largest first; by ``advantage``, the samples furthest from the mean of their group."""
     keys = {
         "reward": lambda sample: sample.reward,
         "length": lambda sample: sample.num_tokens,
         "lag": lambda sample: sample.lag,
-        "advantage": lambda sample: abs(sample.relative),
+        "advantage": lambda sample: abs(sample.relative or 0.0),
     }
     return sorted(samples, key=keys[order], reverse=True)

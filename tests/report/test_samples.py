@@ -13,7 +13,7 @@ from rollover.algorithms.config import algorithm
 from rollover.hf.pieces import pieces
 from rollover.privacy import HIDDEN, Redactor, redacted_text
 from rollover.report.sample_cards import read_cards, sample_cards
-from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, in_order, read_batch
+from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, compared, in_order, read_batch
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
@@ -189,7 +189,10 @@ def test_tokens_without_a_gradient_are_known_from_the_algorithm() -> None:
     assert old.untrained(algorithm("grpo")) == ["", ""]
     assert old.untrained(algorithm("grpo", correction="mask_stale")) == ["masked: stale", ""]
     assert sample(0, "a", cut=True).untrained(algorithm("grpo", mask_truncated=True)) == ["masked: cut at the limit"]
-    assert sample(0, "a", relative=0.0).untrained(algorithm("grpo")) == ["advantage 0"]
+    for number in (1, 3, 6):  # a mean of three is not 0.1
+        equal = compared([sample(i, "a", reward=0.1) for i in range(number)])
+        assert {each.relative for each in equal} == {None if number == 1 else 0.0}
+        assert equal[0].untrained(algorithm("grpo")) == ["advantage 0"]
     assert sample(0, "a", relative=0.0).untrained(algorithm("grpo", kl_coef=0.1)) == [""]
     assert old.untrained(None) == ["", ""]
 

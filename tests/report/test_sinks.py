@@ -169,7 +169,7 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
     table = logged.pop("samples")
     assert (logged, at) == (axis, step)
     (first, second) = table.rows
-    assert (first["sample"], first["reward"], first["advantage before scaling"]) == ("g3.0", 1.0, 0.5)
+    assert (first["sample"], first["reward"], first["against its group"]) == ("g3.0", 1.0, 0.5)
     assert first["interruptions"] == "after 2 tokens: parked, version 18 → 20"
     assert first["response"] == "x [hidden]" and second["response"] == "[hidden]"
 

@@ -46,7 +46,7 @@ class RunSummary:
 
     num_steps: int
     loop_s: float | None
-    """Wall time of all training steps, idling included; no warm-up, no evaluation."""
+    """Wall time of all training steps, idling included; no warm-up, and no evaluation that rollouts wait for."""
     accuracy_before: Accuracy | None
     accuracy_after: Accuracy | None
     """The last evaluation; ``None`` while there has been only one."""

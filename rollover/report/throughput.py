@@ -1,7 +1,7 @@
 """Measures how fast a run trains and decodes: one definition each, for any stretch of steps.
 
 * **Trained tokens/s** are trained tokens over wall-clock of the whole loop: rollout, rewards, training, publishing and
-  what lies between them. Warm-up and evaluations are no part of it.
+  what lies between them. Warm-up is no part of it, nor are evaluations during which no rollout is decoded.
 * **Decoded tokens/s** are decoded tokens over the wall-clock in which rollouts are decoded: the rollout's part of a
   step, or all of it where generation continues while the trainer trains.
 

@@ -64,12 +64,13 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the seconds spent inside from the step."""
-        began_s = self._clock.now_s()
+        """Exclude the seconds spent inside from the step, unless samples are decoded meanwhile: they will count."""
+        began_s, is_decoding = self._clock.now_s(), bool(self._ledger.running)
         try:
             yield
         finally:
-            self._step_began_s += self._clock.now_s() - began_s
+            if not is_decoding and not self._ledger.running:
+                self._step_began_s += self._clock.now_s() - began_s
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
         """Return the metrics of the step that ends now, and start the next one."""

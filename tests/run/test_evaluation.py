@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import TrainedStep
 from rollover.engine.base import GenerateRequest
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, RewardError
@@ -27,6 +28,7 @@ from rollover.run.evaluation import Evaluation, Evaluator
 from rollover.run.interrupt import Interrupt
 from rollover.run.jobs import _run, completed
 from rollover.run.loop import _evaluate_when_due
+from rollover.run.meter import StepMeter
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
@@ -278,6 +280,30 @@ def test_the_best_checkpoint_is_the_best_of_those_that_are_kept(tmp_path: Path) 
     assert (scores.best, scores.best_kept(tmp_path)) == (20, 60)
     (tmp_path / "step_20").mkdir()
     assert (scores.best_kept(tmp_path), scores.best_kept(tmp_path / "none")) == (20, 0)
+
+
+@pytest.mark.parametrize(("strategy", "counted_s"), [("sync", 0.0), ("bounded_async", 5.0)])
+def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, counted_s: float) -> None:
+    async def measured() -> None:
+        rig, clock = (
+            make_rig(strategy, rollout_batch_size=2, group_size=2, length=lognormal(30, 0.8, 200)),
+            VirtualClock(),
+        )
+        scorer: Any = SimpleNamespace(busy_s=0.0, num_late=0, judge_metrics={})
+        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+        await rig.publish(0)
+        with meter.paused():
+            await asyncio.sleep(3.0)
+        began_s = clock.now_s()
+        batch = await rig.driver.next_batch()
+        collected_s = clock.now_s() - began_s
+        with meter.paused():
+            await asyncio.sleep(5.0)
+        step_s = meter.step_ended(batch, TrainedStep(metrics={})).metrics["time/step_s"]
+        await rig.driver.stop()
+        assert step_s == pytest.approx(collected_s + counted_s)
+
+    run(measured())
 
 
 async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:

@@ -33,11 +33,7 @@ _LEAST_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """A group that is to be formed, described for the process that will be its rank 0.
-
-    Example: ``GroupPlan(meets="torch", backend="gloo", towards="http://10.0.0.5:30000", name="run/7", num_workers=2,
-    timeout_s=300.0)`` is of three ranks.
-    """
+    """A group that is to be formed, described for the process that will be its rank 0."""
 
     meets: Literal["torch", "nccl"]
     """Means of meeting: a store of torch.distributed, or an id of NCCL."""
@@ -69,11 +65,7 @@ class GroupPlan:
 
 
 class ProcessGroup(Protocol):
-    """Rank 0 of a group whose other ranks are workers of servers. All methods but ``close`` block.
-
-    Example: ``group.join()``, then ``group.broadcast(tensor)`` for each tensor in the order announced, then
-    ``group.close()``.
-    """
+    """Rank 0 of a group whose other ranks are workers of servers. All methods but ``close`` block."""
 
     @property
     def address(self) -> Mapping[str, Any]:
@@ -127,6 +119,12 @@ def address_towards(url: str) -> str:
     parts = urlsplit(url)
     assert parts.hostname is not None, "the URLs of servers have hosts"
     return own_address(parts.hostname, parts.port or 80)
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a server is reached at an address that no other machine reaches."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def own_address(host: str, port: int) -> str:

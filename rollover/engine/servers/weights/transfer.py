@@ -22,7 +22,7 @@ from rollover.engine.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.buckets import Bucket, as_served, buckets
-from rollover.weights.groups import GroupPlan
+from rollover.weights.groups import GroupPlan, is_loopback
 from rollover.weights.sending import OwnSender, Sender, SenderLost, SendReport, SentByHolder, in_thread
 from rollover.weights.sources import FolderWeights
 
@@ -106,7 +106,9 @@ async def send_weights(
         SenderLost, WeightsGone: the holder of the weights cannot send them.
     """
     names = ", ".join(receiver.name for receiver in receivers)
-    plan = replace(receivers[0].plan, num_workers=sum(receiver.plan.num_workers for receiver in receivers))
+    plans = [receiver.plan for receiver in receivers]
+    shared = min(plans, key=lambda plan: is_loopback(plan.towards))  # all have to reach the address on the way to it
+    plan = replace(shared, num_workers=sum(plan.num_workers for plan in plans))
     sender = await _opened(open_sender, plan)
     calls = _calls(receivers, sender.address)
     sending = _Sending(sender)

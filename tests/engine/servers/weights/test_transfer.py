@@ -9,6 +9,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
+from rollover.engine.servers.weights.transfer import Receiver, send_weights
 from rollover.errors import EngineError
 from rollover.weights.buckets import BUCKET_BYTES, buckets
-from rollover.weights.groups import TorchGroup, address_towards
+from rollover.weights.groups import GroupPlan, TorchGroup, address_towards
+from rollover.weights.sending import Sender, SenderLost
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
 from tests.engine.servers.meetings import Meetings, Seat
@@ -241,3 +244,24 @@ def test_a_gloo_group_carries_tensors_and_listens_on_one_address() -> None:
 def test_our_address_is_the_one_from_which_the_server_is_reached() -> None:
     assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
     assert address_towards("http://localhost:8000/engine") in ("127.0.0.1", "::1")
+
+
+LOCAL, FAR = "http://localhost:30000", "http://10.0.0.6:30000"
+
+
+@pytest.mark.parametrize("urls", [(LOCAL, FAR), (FAR, LOCAL), ("http://[::1]:1", "http://127.0.1.1:2", FAR)])
+async def test_the_group_meets_where_all_servers_reach_it(urls: tuple[str, ...]) -> None:
+    opened: list[GroupPlan] = []
+
+    def open_sender(plan: GroupPlan) -> Sender:
+        opened.append(plan)
+        raise SenderLost("gone")
+
+    plan = GroupPlan(meets="torch", backend="gloo", towards="", name="run/7", num_workers=2, timeout_s=30.0)
+    calls: Any = None
+    receivers = [
+        Receiver(name=url, plan=replace(plan, towards=url), calls=calls, post=calls, ping=calls) for url in urls
+    ]
+    with pytest.raises(SenderLost):
+        await send_weights(open_sender, [], receivers, limit_s=30.0, part_s=1.0)
+    assert opened == [replace(plan, towards=FAR, num_workers=2 * len(urls))]

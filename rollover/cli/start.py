@@ -98,7 +98,8 @@ def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) ->
     """Return the run's config with its newest checkpoint as the model, held until ``stack`` is closed; adapters are
     merged for it on first use, and models of checkpoints that the run has deleted are deleted too."""
     from rollover.run import directory
-    from rollover.run.export import export, held_checkpoint, holds_adapters
+    from rollover.run.export import export, held_checkpoint
+    from rollover.weights.adapters import holds_adapters
 
     model = checkpoint = stack.enter_context(held_checkpoint(run))
     if holds_adapters(checkpoint):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_OWN_FILES = ("config.json", "trainer.json")
+_OWN_FILES = ("config.json", "trainer.json", "adapter_config.json")
 """Files that a checkpoint writes itself."""
 
 _READS_AND_ENDS = (

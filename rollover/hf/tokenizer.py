@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -61,6 +62,17 @@ def open_tokenizer(folder: Path) -> FastTokenizer:
 def stop_token_ids(folder: Path, tokenizer: FastTokenizer) -> tuple[int, ...]:
     """List the tokens that end a response: the tokenizer's end token, and the end tokens of the model's configs."""
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
+
+
+def generation_config(folder: Path, ends: Sequence[int]) -> bytes:
+    """Return the ``generation_config.json`` of a folder, with the tokens ``ends`` as those that end a response."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        content = _read_json(path)
+        content.pop("_from_model_config", None)  # transformers might read them there again
+    else:  # as transformers would read them
+        content = {k: v for k, v in _read_json(folder / "config.json").items() if k in ("bos_token_id", "pad_token_id")}
+    return json.dumps({**content, "eos_token_id": list(ends)}, indent=2).encode()
 
 
 def _listed_stop_ids(folder: Path) -> list[int]:

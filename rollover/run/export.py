@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rollover import locks
 from rollover.errors import ModelError, RunError
-from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.report.metrics import read_metrics
@@ -18,6 +17,7 @@ from rollover.run import directory
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.prepare import check_began_with
+from rollover.weights.adapters import holds_adapters
 
 
 def export(run: Path, target: Path, *, step: int | None = None) -> Path:
@@ -61,7 +61,7 @@ def _write(run: Path, checkpoint: Path, target: Path) -> None:
         base = _base(directory.derived_config(run), run)
         if (record := run / "began_with.json").is_file():
             check_began_with(record, base)
-        merge(checkpoint, target, base=base, companions=read_companions(base))
+        merge(checkpoint, target, base=base)
         return
     own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])
 
@@ -107,11 +107,6 @@ def _find(run: Path, step: int | None) -> Path:
         kept = ", ".join(path.name.removeprefix("step_") for path in found)
         raise RunError(f"{run} has no checkpoint after step {step}; it keeps those after: {kept}")
     return wanted
-
-
-def holds_adapters(checkpoint: Path) -> bool:
-    """Return whether a checkpoint contains adapters, which are not a model by themselves."""
-    return (checkpoint / "adapter_config.json").is_file()
 
 
 def _base(config: RunConfig, run: Path) -> Path:

@@ -22,7 +22,7 @@ from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
-from rollover.tasks.open import eval_sources, held_out_texts, reply_end, train_source
+from rollover.tasks.open import companions_of, eval_sources, held_out_texts, reply_end, train_source
 from rollover.tasks.prompt_source import Example, PromptSource, examples
 
 NUM_TOKENIZER_TEXTS = 2000
@@ -130,6 +130,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         timeout_s=config.trainer.rank_timeout_s,
         logs=folder.parent / "logs",
         launcher=cluster_launcher(config, warmup, folder.parent, progress),
+        companions=companions_of(base, tokenizer, tasks),
         max_restarts=config.trainer.max_restarts,
         on_progress=on_progress,
         notify=progress.message,

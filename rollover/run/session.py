@@ -46,7 +46,7 @@ from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
 from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.episodes import open_environments
-from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
+from rollover.tasks.open import companions_of, eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
 from rollover.weights.publisher import Publisher
 
@@ -188,7 +188,7 @@ async def _open_parts(
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
     for left_out in filter(None, [source.left_out, *(each.left_out for each in evaluation)]):
         progress.message(left_out)
-    trainer = open_trainer(config, run, folder, checkpoint, progress)
+    trainer = open_trainer(config, run, folder, checkpoint, progress, companions_of(folder, tokenizer, config.tasks))
     stack.callback(trainer.close)
     engine = await open_engine_of(config, run, folder, progress.message)
     stack.push_async_callback(engine.engine.close)

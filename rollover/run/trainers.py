@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollover.cluster.config import ClusterConfig
 from rollover.errors import ModelError, require
+from rollover.hf.companions import Companions
 from rollover.hf.config import MODEL_CLASSES, read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import number_format
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from rollover.trainer.leading import RankLauncher
 
 
-def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
-    """Open the trainer of a run that begins with the model in ``folder``, or resumes from ``checkpoint``.
+def open_trainer(
+    config: RunConfig, run: RunDir, folder: Path, checkpoint: Path | None, progress: Progress, companions: Companions
+) -> Trainer:
+    """Open the trainer of a run that begins with the model in ``folder``, or resumes from ``checkpoint``. For
+    ``companions`` see ``TrainingSetup``.
 
     Raises:
         ModelError: the model cannot be trained, or the checkpoint cannot be resumed under this config.
@@ -46,6 +50,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
         num_steps=config.steps,
         seed=config.seed,
         deterministic=config.deterministic,
+        companions=companions,
     )
     if not is_sharded(config.trainer) and config.cluster is None:
         return LocalTrainer(setup, folder, resume_from=checkpoint)

@@ -14,7 +14,8 @@ from rollover.environments.episodes.base import awaited
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
-from rollover.hf.tokenizer import FastTokenizer, stop_token_ids
+from rollover.hf.companions import Companions
+from rollover.hf.tokenizer import FastTokenizer, generation_config, stop_token_ids
 from rollover.tasks.config import NO_SOURCE, TasksConfig
 from rollover.tasks.episodes import AnswerWriter, begin_episode, check_environment, encoder_of
 from rollover.tasks.fingerprint import DataFile, Fingerprint
@@ -149,6 +150,14 @@ def reply_end(tokenizer: FastTokenizer, config: TasksConfig) -> int:
 def response_ends(folder: Path, tokenizer: FastTokenizer, config: TasksConfig) -> tuple[int, ...]:
     """Return the tokens that end a response: tokens that the model's folder names, and the chat template's."""
     return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), reply_end(tokenizer, config)]))
+
+
+def companions_of(folder: Path, tokenizer: FastTokenizer, config: TasksConfig) -> Companions:
+    """Return the files of the run's models in place of those in ``folder``, with which it began: where a response ends,
+    and the chat template that the run has chosen."""
+    ends = generation_config(folder, response_ends(folder, tokenizer, config))
+    file = config.chat_template_file
+    return {"generation_config.json": ends, **({"chat_template.jinja": Path(file).read_bytes()} if file else {})}
 
 
 def check_source(

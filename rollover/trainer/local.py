@@ -82,7 +82,7 @@ class LocalTrainer:
         self._context = open_context(world, config.context_parallel)
         self._counts = self._context is None or self._context.place == 0
         """True on the one rank, among the ranks that share a row, that reports on it."""
-        self._companions = read_companions(initial)
+        self._companions = {**read_companions(initial), **setup.companions}
         if resume_from is not None and world.size > 1:
             self._version = read_manifest(resume_from).version
         elif resume_from is not None:

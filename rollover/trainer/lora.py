@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rollover.errors import ConfigError, require
-from rollover.hf.companions import Companions, without_own_files, write_companions
+from rollover.hf.companions import Companions, read_companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import public_name, resolve_model
 from rollover.hf.weights import number_format
@@ -103,8 +103,9 @@ class LoraPolicy:
         read_state(folder, self.model, optimizer)
 
 
-def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Companions) -> None:
-    """Write the model ``base`` with the adapters of ``checkpoint`` merged into it as a model folder.
+def merge(checkpoint: Path, target: Path, *, base: str | Path) -> None:
+    """Write the model ``base`` with the adapters of ``checkpoint`` merged into it as a model folder, with the files of
+    the checkpoint for its tokenizer.
 
     Raises:
         ModelError: one of them cannot be read, or the adapters are not of this model.
@@ -120,7 +121,8 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
     except (OSError, ValueError, TypeError) as error:
         raise DamagedCheckpoint(checkpoint, f"its adapters do not fit {str(folder)!r}: {error}") from error
     _load(model, checkpoint)
-    write_folder(target, lambda partial: save_weights(model, merged_weights(model), partial, companions=companions))
+    own = read_companions(checkpoint)
+    write_folder(target, lambda partial: save_weights(model, merged_weights(model), partial, companions=own))
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError
+from rollover.hf.companions import Companions
 from rollover.trainer.checkpoint import CheckpointManifest, check_identity, read_manifest, verify_files
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.policy import check_kind
@@ -36,6 +37,8 @@ class TrainingSetup:
     deterministic: bool = False
     """Refuse kernels whose result varies between runs: on one machine with one thread count and one number of devices
     a step is then a function of (state, batch), bit for bit."""
+    companions: Companions = field(default_factory=dict)
+    """Files of its checkpoints that take the place of the initial model's, by name."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -103,3 +106,5 @@ class SFTSetup:
 
     config: SFTConfig
     deterministic: bool = False
+    companions: Companions = field(default_factory=dict)
+    """Files of the model that take the place of the files of the model it begins with, by name."""

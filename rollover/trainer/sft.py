@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollover.errors import DataError
-from rollover.hf.companions import read_companions
+from rollover.hf.companions import Companions, read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
@@ -74,7 +74,7 @@ class SFTTrainer:
         check_suits(setup.config, read_model_config(folder))
         self._context = open_context(world, setup.config.context_parallel)
         self._device = pick_device(device or setup.config.device, setup.config.section)
-        self._companions = read_companions(folder)
+        self._companions = {**read_companions(folder), **setup.companions}
         with reporting_out_of_memory(setup.config, loading=True):
             self._policy: FullPolicy | ShardedPolicy
             if world.mesh is None:
@@ -127,6 +127,7 @@ def run_sft(
     *,
     output: Path,
     deterministic: bool = False,
+    companions: Companions | None = None,
     timeout_s: float = 600.0,
     logs: Path | None = None,
     launcher: RankLauncher | None = None,
@@ -140,6 +141,7 @@ def run_sft(
 
     Args:
         examples: iterated over from their start each time that the warm-up begins.
+        companions: files of ``output`` that take the place of the model's, by name.
         timeout_s, logs: of the ranks, if there are several devices; see ``Ranks``.
         launcher: starts ranks elsewhere, even one for a single device.
         max_restarts: times that the warm-up begins again when a rank is lost.
@@ -148,7 +150,7 @@ def run_sft(
     Raises ``DataError`` when the examples run out before the last step, ``RankLost`` when ranks are lost too often.
     """
     folder = resolve_model(model)
-    setup = SFTSetup(config=config, deterministic=deterministic)
+    setup = SFTSetup(config=config, deterministic=deterministic, companions=companions or {})
     if launcher is None and is_sharded(config):
         from rollover.trainer.ranks import LocalLauncher
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
 from rollover import cli
 from tests import runs
@@ -129,6 +130,37 @@ def test_rows_of_the_hub_train(case: str, folder: Path, capsys: pytest.CaptureFi
                 "tools": ("Use the tool.", f"What is {index} + {index}?", '"name": "calc"'),
             }.get(case, (f"Ann has {index} apples",))
             assert all(text in group.prompt.text for text in texts)
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("trains", ["--sft.num_steps=1", "--trainer.lora.rank=2"])
+def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
+    trains: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("model").rename("linked")
+    shutil.copytree("linked", "model")
+    if "lora" in trains:
+        Path("model/generation_config.json").unlink()
+    write("gsm8k.jsonl", gsm8k)
+    Path("run.toml").write_text(config("gsm8k.jsonl", 'reward = { kind = "math_verify" }'))
+    Path("chat.jinja").write_text(CHAT)
+    chat = ("--tasks.chat_template_file", "chat.jinja")
+    assert cli.main(["train", "run.toml", *SIZES, *chat, trains]) == 0
+    Path("chat.jinja").unlink()
+    assert cli.main(["export", "out", "exported"]) == 0
+    for left in ["exported", *(["out/model"] if "sft" in trains else [])]:
+        tokenizer = AutoTokenizer.from_pretrained(left)
+        end, turn_end = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+        assert GenerationConfig.from_pretrained(left).eos_token_id == [end, 0, turn_end]
+        assert tokenizer.chat_template == CHAT
+    capsys.readouterr()
+    assert cli.main(["train", "run.toml", *SIZES, "--run-dir", "again", "--model.path", "exported", "--dry-run"]) == 0
+    assert " or <|im_end|>\n" in capsys.readouterr().out.partition("# a response ends with ")[2]
 
 
 def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, ModelError
 from rollover.hf.architecture import matrix_shapes
-from rollover.hf.companions import read_companions
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.lora import merge
@@ -191,7 +190,7 @@ def test_a_half_precision_base_stays_so_and_adapters_do_not(tmp_path: Path) -> N
 def test_merging_writes_the_published_weights_as_a_model_folder(folder: Path, tmp_path: Path) -> None:
     trainer = trained(folder)
     trainer.save(tmp_path / "step_3")
-    merge(tmp_path / "step_3", tmp_path / "merged", base=folder, companions=read_companions(folder))
+    merge(tmp_path / "step_3", tmp_path / "merged", base=folder)
     found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
     assert all(torch.equal(found[name].detach(), tensor) for name, tensor in trainer.weights().items())
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"

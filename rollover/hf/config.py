@@ -36,7 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{str(folder)!r} holds adapters, which are not a model by themselves: rollover export RUN FOLDER merges"
-            " those of a run into its model"
+            " those of a run into its model, merge_and_unload of peft any other"
         )
     if not path.is_file():
         raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
@@ -64,6 +64,11 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
+    if (folder / "adapter_config.json").is_file():  # transformers would train them, engines leave them out
+        raise ModelError(
+            f"model folder {str(folder)!r} holds adapters beside a model: merge them into it with peft"
+            " (merge_and_unload), or move adapter_config.json and adapter_model.safetensors away"
+        )
     return config
 
 

@@ -23,6 +23,9 @@ def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
         read_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapters beside a model: merge them .* or move adapter_config\.json and"):
+        read_model_config(tmp_path)
 
 
 def test_configs_and_folder_checks_need_no_torch(tmp_path: Path) -> None:

@@ -243,3 +243,16 @@ def test_a_dry_run_of_fine_tuning_asks_for_what_is_to_be_learned(refused: Say) -
     Path("letter_reward.py").write_text("async def share_now(prompts, completions, **columns): return [0.0]")
     assert "no column to learn from; set answer_column" in refused("sft", "run.toml", "--dry-run")
     assert cli.main(["train", "run.toml", "--dry-run"]) == 0
+
+
+def test_fine_tuning_and_its_dry_run_ask_for_examples_that_fit_and_for_no_engine(refused: Say) -> None:
+    argv = ["sft", "run.toml", "--run-dir", "out", "--sft.num_steps", "1", "--engine.max_context_tokens", "90"]
+    argv += ["--eval.max_new_tokens", "1000"]  # of a model with 80 positions
+    letters = Path("letters.jsonl").read_text()
+    Path("letters.jsonl").write_text(json.dumps({"prompt": "ab", "answer": "b" * 78}) + "\n")
+    for dry in ([], ["--dry-run"]):
+        said = refused(*argv, *dry)
+        assert "letters/0@0 and the response to learn have 81 tokens, but the model's context holds 80: shorten" in said
+    Path("letters.jsonl").write_text(letters)
+    for dry in ([], ["--dry-run"]):
+        assert cli.main([*argv, *dry]) == 0

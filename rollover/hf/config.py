@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def max_context(folder: Path) -> float:
+    """Return the most tokens that a model reads at once, by its ``config.json``; infinity if that does not say."""
+    config = read_config(folder)
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else inf
+
+
 def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     """Read the config of a model that can be trained. Raises ``ModelError`` saying why one cannot.
 
@@ -56,6 +64,11 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     """
     path, config = folder / "config.json", read_config(folder)
     model_type, layer_types = config.get("model_type"), config.get("layer_types") or ()
+    if (folder / "adapter_config.json").is_file():  # transformers would train them, engines leave them out
+        raise ModelError(
+            f"model folder {str(folder)!r} holds adapters beside a model: merge them into it with peft"
+            " (merge_and_unload), or move adapter_config.json and adapter_model.safetensors away"
+        )
     if not isinstance(model_type, str):
         raise ModelError(f"{path} is not a model config: it has no 'model_type'")
     if not isinstance(layer_types, list | tuple):
@@ -64,11 +77,6 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
-    if (folder / "adapter_config.json").is_file():  # transformers would train them, engines leave them out
-        raise ModelError(
-            f"model folder {str(folder)!r} holds adapters beside a model: merge them into it with peft"
-            " (merge_and_unload), or move adapter_config.json and adapter_model.safetensors away"
-        )
     return config
 
 

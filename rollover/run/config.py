@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
@@ -162,7 +161,7 @@ class RunConfig:
             )
 
 
-def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
+def check_context(config: RunConfig, max_context_tokens: float, keys: Sequence[str] = ("rollout", "eval")) -> None:
     """Raise ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
     engine."""
     for key in keys:
@@ -174,14 +173,6 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
                 f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two, or use a"
                 " model or server with a longer context"
             )
-
-
-def check_model_context(config: RunConfig, folder: Path, keys: Sequence[str] = ("rollout", "eval")) -> None:
-    """Do so for the model in ``folder``, before an engine is started for it."""
-    from rollover.hf.config import read_config
-
-    if isinstance(context := read_config(folder).get("max_position_embeddings"), int):
-        check_context(config, context, keys)
 
 
 def context_needed(config: RunConfig, key: str) -> int:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from rollover.errors import printable, require
@@ -38,29 +39,41 @@ def dry_run(config: RunConfig, job: str = "train") -> list[str]:
     from rollover.run.trainers import check_devices
 
     parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
-        *(_model, check_devices, check_engine, _warmup, _steps, _adapters, _biases, _variants, _sources, memory_lines),
+        *(
+            partial(_model, sampled=("rollout", "eval")),
+            check_devices,
+            check_engine,
+            _warmup,
+            _steps,
+            _adapters,
+            _biases,
+            _variants,
+            _sources,
+            memory_lines,
+        ),
     )
     if job != "train":
         sft = config.sft and replace(config.sft, sources=config.warmup_sources)
         config = replace(config, sft=sft, tasks=replace(config.tasks, train=()))
-        parts = (_model, check_devices, check_engine if job == "evaluate" else _warmup, _sources)
+        measures = job == "evaluate"
+        model = partial(_model, sampled=("eval",) if measures else ())
+        parts = (model, check_devices, check_engine if measures else _warmup, _sources)
     redact = Redactor(resolved(config), prose=True).text
     return [printable(redact(line)) for part in parts for line in part(config)]
 
 
-def _model(config: RunConfig) -> Iterator[str]:
+def _model(config: RunConfig, sampled: Sequence[str]) -> Iterator[str]:
     if config.model.scratch is not None:
         s = config.model.scratch
         yield f"model: from scratch, {s.num_layers} layers of width {s.hidden_size}"
         return
-    from rollover.hf.config import read_model_config
+    from rollover.hf.config import max_context, read_model_config
     from rollover.hf.hub import resolve_model
 
     assert config.model.path is not None
     folder = resolve_model(config.model.path, weights=False)
     model = read_model_config(folder, weights=Path(config.model.path).is_dir())
-    if isinstance(context := model.get("max_position_embeddings"), int):
-        check_context(config, context, ("rollout", "eval") if config.tasks.train else ("eval",))
+    check_context(config, max_context(folder), sampled)
     yield f"model: {config.model.path} ({model['model_type']})"
 
 
@@ -122,6 +135,7 @@ def _variants(config: RunConfig) -> Iterator[str]:
 
 
 def _sources(config: RunConfig) -> Iterator[str]:
+    from rollover.hf.config import max_context
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import open_tokenizer
     from rollover.tasks.episodes import demonstrations
@@ -133,10 +147,10 @@ def _sources(config: RunConfig) -> Iterator[str]:
     tokenizer: FastTokenizer
     tasks = replace(config.tasks, shuffle=False)
     if config.model.path is None:  # nobody knows yet how many tokens a prompt has
-        tokenizer, tasks = build_tokenizer([]), replace(tasks, max_prompt_tokens=10**6)
+        tokenizer, tasks, context = build_tokenizer([]), replace(tasks, max_prompt_tokens=10**6), inf
     else:
         folder = resolve_model(config.model.path, weights=False)
-        tokenizer = open_tokenizer(folder)
+        tokenizer, context = open_tokenizer(folder), max_context(folder)
     measured = partial(check_source, seed=tasks.eval_seed, num_prompts=config.eval.num_prompts)
     evaluation = [(source, measured(source, tasks, tokenizer)) for source in tasks.eval]
     held_out = held_out_texts(tasks, [found[0] for _, found in evaluation if found and isinstance(found[0], RowSource)])
@@ -149,7 +163,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
         opened, first = checked or (None, None)
         worked = trained(source, tasks, tokenizer, teaches=True) if source in taught and role != "eval" else None
         if worked:
-            next(examples(worked[0], tokenizer, end=tokenizer.eos_token_id, lessons=lessons))
+            next(examples(worked[0], tokenizer, end=tokenizer.eos_token_id, lessons=lessons, context=context))
         size = f", {opened.num_given} rows" if isinstance(opened, RowSource) else ""
         size += ", which a run downloads: its rows have not been checked" * (checked is None)
         reply = f"; {opened.reply}" if opened and opened.reply else ""

@@ -23,7 +23,7 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
 from rollover.run.building import variant
-from rollover.run.config import RunConfig, check_context, check_model_context
+from rollover.run.config import RunConfig, check_context
 from rollover.run.directory import RunDir
 from rollover.run.sections import WarmupConfig
 from rollover.run.signals import Stopped
@@ -85,7 +85,7 @@ def sft(config: RunConfig, run: RunDir) -> None:
     from rollover.run.prepare import initial_policy
 
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
-        folder = initial_policy(config, run.model, progress, metrics)
+        folder = initial_policy(config, run.model, progress, metrics, samples=False)
         progress.result(f"model: {folder}")
 
 
@@ -191,13 +191,14 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> Any:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import RewardScorer
+    from rollover.hf.config import max_context
     from rollover.hf.tokenizer import open_tokenizer
     from rollover.run.engine import open_engine_of
     from rollover.run.evaluation import Evaluator
     from rollover.tasks.episodes import open_environments
     from rollover.tasks.open import eval_sources, response_ends
 
-    check_model_context(config, folder, ("eval",))
+    check_context(config, max_context(folder), ("eval",))
     tokenizer = open_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
+from rollover.hf.config import max_context, read_model_config
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -29,15 +31,16 @@ NUM_TOKENIZER_TEXTS = 2000
 """Number of prompts, with their solutions if there is a warm-up, on which a tokenizer from scratch is trained."""
 
 
-def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
+def initial_policy(
+    config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter, *, samples: bool = True
+) -> Path:
     """Return the folder of the policy that training starts from: the user's own, or ``folder``, which is made unless it
-    exists.
+    exists. ``samples``: an engine will serve it.
 
     Raises:
         ModelError: the model is not available or has an unsupported architecture.
         DataError: a source cannot be read or has no solutions for a warm-up.
     """
-    from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model
 
     base = folder.with_name(f"{folder.name}-untrained")
@@ -46,7 +49,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         base = resolve_model(config.model.path)
         read_model_config(base)  # reports what is wrong with it before other code fails on it
     check_devices(config)
-    for line in check_engine(config):
+    for line in check_engine(config) if samples else ():
         if "warning:" in line:
             progress.message(line)
     if config.model.scratch is None:
@@ -123,14 +126,14 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     run_sft(
         base,
-        _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks),
+        _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks, max_context(base)),
         warmup,
         output=folder,
         deterministic=config.deterministic,
+        companions=companions_of(base, tokenizer, tasks),
         timeout_s=config.trainer.rank_timeout_s,
         logs=folder.parent / "logs",
         launcher=cluster_launcher(config, warmup, folder.parent, progress),
-        companions=companions_of(base, tokenizer, tasks),
         max_restarts=config.trainer.max_restarts,
         on_progress=on_progress,
         notify=progress.message,
@@ -146,10 +149,12 @@ class _Worked:
     end: int
     bare_answers: float
     tasks: TasksConfig
+    context: float
 
     def __iter__(self) -> Iterator[Example]:
         lessons = demonstrations(self.tasks, self.tokenizer, end=self.end)
-        return examples(self.source, self.tokenizer, end=self.end, bare_answers=self.bare_answers, lessons=lessons)
+        chosen: dict[str, Any] = {"bare_answers": self.bare_answers, "lessons": lessons, "context": self.context}
+        return examples(self.source, self.tokenizer, end=self.end, **chosen)
 
 
 def _warmup_seed(config: RunConfig) -> int:

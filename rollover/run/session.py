@@ -19,6 +19,7 @@ from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.scorer import RewardScorer
+from rollover.hf.config import max_context
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics
@@ -33,7 +34,7 @@ from rollover.rollout.scheduler import EachSample, GroupRules
 from rollover.rollout.state import RolloutState
 from rollover.run.best import Scores
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
-from rollover.run.config import RunConfig, check_capabilities, check_context, check_model_context
+from rollover.run.config import RunConfig, check_capabilities, check_context
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
@@ -99,7 +100,7 @@ def start(config: RunConfig, run: RunDir, progress: Progress, stack: ExitStack) 
     folder = initial_policy(config, run.model, progress, metrics)
     needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
     check_model(run, folder, needs_weights=checkpoint is None or needs_base)
-    check_model_context(config, folder)
+    check_context(config, max_context(folder))
     return metrics, folder, checkpoint
 
 

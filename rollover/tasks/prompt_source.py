@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
+from math import inf
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -261,32 +262,41 @@ def examples(
     end: int,
     bare_answers: float = 0.0,
     lessons: Mapping[str, Lesson] = MappingProxyType({}),
+    context: float = inf,
 ) -> Iterator[Example]:
     """Yield (prompt ids, response ids) without end. Responses end with the token ``end``; a share ``bare_answers`` of
     them, spread evenly over the examples, are cut down to their last line. ``lessons``: by source, in place of
-    solutions.
+    solutions. ``context``: the most tokens that the model reads at once.
 
     Raises:
-        DataError: a response thinks although its prompt has closed the thought.
+        DataError: a response thinks although its prompt has closed the thought, or is too long for the model.
     """
     for index in count():
         prompt, is_bare = source.prompt(index), _spread(index) < bare_answers
         if prompt.source in lessons:
-            yield lessons[prompt.source].example(prompt, is_bare=is_bare)
-            continue
-        if not prompt.token_ids:
+            example = lessons[prompt.source].example(prompt, is_bare=is_bare)
+        else:
+            example = _solved(prompt, source, tokenizer, end=end, is_bare=is_bare)
+        if (num_tokens := len(example[0]) + len(example[1])) > context:
             raise DataError(
-                f"prompt {prompt.prompt_id} is written by its environment; list other sources in sft.sources"
+                f"prompt {prompt.prompt_id} and the response to learn have {num_tokens} tokens, but the model's context"
+                f" holds {context}: shorten the response, leave the row out, or use a model with a longer context"
             )
-        text = source.solution(prompt)
-        if is_bare:
-            text = text.rsplit("\n", 1)[-1]
-        if "<think>" in text and prompt.text.rstrip().endswith("</think>"):
-            raise DataError(
-                f"prompt {prompt.prompt_id} ends with a closed thought, and its response thinks; set"
-                " chat_template_kwargs so that the template lets the model think, or leave the thoughts out"
-            )
-        yield prompt.token_ids, reply_ids(tokenizer, text, end)
+        yield example
+
+
+def _solved(prompt: Prompt, source: PromptSource, tokenizer: FastTokenizer, *, end: int, is_bare: bool) -> Example:
+    if not prompt.token_ids:
+        raise DataError(f"prompt {prompt.prompt_id} is written by its environment; list other sources in sft.sources")
+    text = source.solution(prompt)
+    if is_bare:
+        text = text.rsplit("\n", 1)[-1]
+    if "<think>" in text and prompt.text.rstrip().endswith("</think>"):
+        raise DataError(
+            f"prompt {prompt.prompt_id} ends with a closed thought, and its response thinks; set"
+            " chat_template_kwargs so that the template lets the model think, or leave the thoughts out"
+        )
+    return prompt.token_ids, reply_ids(tokenizer, text, end)
 
 
 def reply_ids(tokenizer: FastTokenizer, text: str, end: int) -> tuple[int, ...]:

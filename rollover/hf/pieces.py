@@ -14,10 +14,7 @@ _MOST_TOKENS = 6
 
 
 def pieces(tokenizer: FastTokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. A character made of several tokens belongs to the last of them.
-
-    Example: ``"".join(pieces(tokenizer, ids))`` is the decoded text.
-    """
+    """Return the text that each token adds. A character made of several tokens belongs to the last of them."""
 
     def text(start: int, end: int) -> str:
         return str(tokenizer.decode(list(ids[start:end]), skip_special_tokens=False))

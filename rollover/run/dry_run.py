@@ -38,26 +38,15 @@ def dry_run(config: RunConfig, job: str = "train") -> list[str]:
     from rollover.run.memory import memory_lines
     from rollover.run.trainers import check_devices
 
+    sampled = {"train": ("rollout", "eval"), "evaluate": ("eval",)}
+    model = partial(_model, sampled=sampled.get(job, ()))
     parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
-        *(
-            partial(_model, sampled=("rollout", "eval")),
-            check_devices,
-            check_engine,
-            _warmup,
-            _steps,
-            _adapters,
-            _biases,
-            _variants,
-            _sources,
-            memory_lines,
-        ),
+        *(model, check_devices, check_engine, _warmup, _steps, _adapters, _biases, _variants, _sources, memory_lines),
     )
     if job != "train":
         sft = config.sft and replace(config.sft, sources=config.warmup_sources)
         config = replace(config, sft=sft, tasks=replace(config.tasks, train=()))
-        measures = job == "evaluate"
-        model = partial(_model, sampled=("eval",) if measures else ())
-        parts = (model, check_devices, check_engine if measures else _warmup, _sources)
+        parts = (model, check_devices, check_engine if job == "evaluate" else _warmup, _sources)
     redact = Redactor(resolved(config), prose=True).text
     return [printable(redact(line)) for part in parts for line in part(config)]
 

@@ -119,8 +119,6 @@ def _engine_devices(config: RunConfig) -> list[str]:
 def _engines(config: RunConfig, num_parameters: int) -> dict[str, dict[str, int]]:
     """Return the memory that the engines of each device take together, by purpose, as far as their settings determine
     it.
-
-    Example: ``{"cuda:0": {"engines' weights": 2 * 2**30, "engines' cache": 2**34}}``
     """
     found: dict[str, Counter[str]] = {}
     model = model_shape(config)

@@ -103,8 +103,6 @@ def check_devices(config: RunConfig) -> list[str]:
 def logprob_format(config: TrainerConfig, folder: Path) -> str:
     """Return the number format in which the trainer computes log-probs. Adapters are computed beside the weights of
     ``folder``, which keep their format.
-
-    Example: "bfloat16" with ``dtype = "float32"`` and adapters of a bfloat16 model.
     """
     return config.dtype if config.lora is None or config.dtype == "bfloat16" else number_format(folder)
 

@@ -30,11 +30,7 @@ Row = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedRows:
-    """The rows of one rank, the costliest first, and the padding up to the number of passes of the others.
-
-    Example: when five rows are assigned to two ranks, one has three; the other has two and ``num_padding`` 1, and
-    passes ``padding`` once.
-    """
+    """The rows of one rank, the costliest first, and the padding up to the number of passes of the others."""
 
     rows: tuple[Row, ...]
     padding: Row

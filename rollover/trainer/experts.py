@@ -23,10 +23,7 @@ from rollover.routes import expert_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRoutes:
-    """The recorded routes of N positions.
-
-    Example: with 2 layers in which a token goes to 2 of 8 experts, ``bytes_NB`` is ``[N, 4]``.
-    """
+    """The recorded routes of N positions."""
 
     bytes_NB: Tensor
     """A route (``rollover.routes``) of each position, uint8; 0 if there is none."""
@@ -39,10 +36,7 @@ class RowRoutes:
 
 
 class Routes:
-    """The experts that the layers of a model take: their own choice or a given one, whose scores are computed as ever.
-
-    Example: after ``model.routes.given = row_routes``, all passes of ``model`` take the experts of ``row_routes``.
-    """
+    """The experts that the layers of a model take, of their own choice or given; their scores are computed as ever."""
 
     def __init__(self, layers: Mapping[int, nn.Module], num_layers: int) -> None:
         self._numbers = tuple(layers)

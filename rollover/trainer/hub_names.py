@@ -37,8 +37,6 @@ def hub_parts(model: Any, own: Mapping[str, Tensor]) -> Parts:
 
     Args:
         own: the model's tensors by their names without adapters.
-
-    Example: ``{"...mlp.experts.down_proj": {"...mlp.experts.0.down_proj.weight": <2048 x 768>, ...}, ...}``
     """
     if model not in _PARTS:
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in unmade(own).items()}
@@ -74,11 +72,7 @@ def joined(model: Any, name: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 class HubWeights(Mapping[str, Tensor]):
-    """Weights that are converted when they are asked for. Those that have the same name in the model are its own.
-
-    Example: of a layer with 128 experts, one tensor is cut into 128. They follow each other, so that it is cut, and if
-    it is sharded gathered, only once.
-    """
+    """Weights that are converted when they are asked for. Those that have the same name in the model are its own."""
 
     def __init__(self, model: Any, own: Mapping[str, Tensor], parts: Parts) -> None:
         self._model = model

@@ -44,28 +44,18 @@ def collective_timeout_s(timeout_s: float) -> float:
 
 
 class RankLost(RolloverError, RuntimeError):
-    """A rank died, hangs, or failed with an unexpected error; the others have been ended.
-
-    Example: ``rank 1 of 2 was killed (SIGTERM) in step 7``
-    """
+    """A rank died, hangs, or failed with an unexpected error; the others have been ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForRanks:
-    """A value for all ranks that is too large for a message: each reads it from a file whose path it is given.
-
-    Example: ``ranks.ask("step 7", "step", batch=ForRanks(batch))``
-    """
+    """A value for all ranks that is too large for a message: each reads it from a file whose path it is given."""
 
     value: Any
 
 
 class RankProcess(Protocol):
-    """One rank, from the viewpoint of the process that leads it.
-
-    Example: after a command, ``rank.answer`` is ``Done(None)``; for a rank that was killed instead, ``rank.is_gone`` is
-    true and ``rank.fate()`` is ``"was killed (SIGTERM)"``.
-    """
+    """One rank, from the viewpoint of the process that leads it."""
 
     rank: int
     answer: Done | Failed | None
@@ -83,11 +73,7 @@ class RankProcess(Protocol):
 
 
 class RankLauncher(Protocol):
-    """Starts all ranks of a trainer, as often as it is asked to.
-
-    Example: ``LocalLauncher(TrainerConfig(num_devices=2), timeout_s=600.0).launch(task)`` starts two processes of this
-    machine.
-    """
+    """Starts all ranks of a trainer, as often as it is asked to."""
 
     @property
     def devices(self) -> Sequence[str]:

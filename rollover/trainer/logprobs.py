@@ -198,10 +198,7 @@ def _padded_hidden(model: Any, row: PackedRow) -> Tensor:
 def head_logprobs(
     head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float, kept: KeptSets | None = None
 ) -> Tensor:
-    """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
-
-    Example: with a vocabulary of 151,936, the logits of 441 tokens are held at a time.
-    """
+    """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory."""
     parts = _parts(head, hidden_TD, kept)
     if len(parts) == 1:
         return _token_logprobs(head, hidden_TD, target_T, temperature, kept)

@@ -50,8 +50,6 @@ class LoraPolicy:
         base: the model that the run began with.
         checkpoint: a checkpoint with whose adapters training continues.
         seed: determines the first values of ``A``.
-
-    Example: before the first step ``weights()`` equal ``base``, since every ``B`` is 0.
     """
 
     def __init__(

@@ -151,11 +151,7 @@ def _turn_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConstants:
-    """Values that are computed once for a batch, under the weights at the start of its step.
-
-    Example: for a batch of 10 response tokens each tensor has 10 entries; with ``grpo``, which compares with no
-    reference policy, ``ref_logprobs_T`` is ``None``.
-    """
+    """Values that are computed once for a batch, under the weights at the start of its step."""
 
     proximal_logprobs_T: Tensor
     ref_logprobs_T: Tensor | None
@@ -164,11 +160,7 @@ class StepConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The part of a batch that one optimizer step trains: some of the batch's groups, packed.
-
-    Example: with ``mini_batches = 2`` and 8 groups, the second one has ``first_group`` 4 and
-    ``denominators.num_groups`` 4.
-    """
+    """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
 
     rows: tuple[PackedRow, ...]
     """Rows of this rank."""

@@ -28,11 +28,7 @@ from rollover.weights.sources import MemoryWeights
 
 
 class Policy(Protocol):
-    """A model in training, whatever part of it is trained.
-
-    Example: with LoRA, ``model`` has adapters beside its matrices, ``weights()`` has them merged, ``reference()`` has
-    them switched off, and ``write`` writes only them.
-    """
+    """A model in training, whatever part of it is trained."""
 
     @property
     def model(self) -> Any:

@@ -49,9 +49,6 @@ class LocalLauncher:
             process.
 
     Raises ``ConfigError`` for devices that do not exist.
-
-    Example: ``LocalLauncher(TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0", "cuda:1")`` if
-    there are GPUs.
     """
 
     is_remote = False

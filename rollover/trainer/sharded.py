@@ -54,8 +54,6 @@ class ShardedPolicy:
         folder: the model or checkpoint to begin from.
         initial: the model that the run began with; a frozen copy is kept, sharded too, when ``needs_ref``.
         world: the ranks that share the model, with their devices.
-
-    Example: with 4 B parameters on 8 ranks, each holds 2 GB of weights, and 8 GB with gradients and moments.
     """
 
     autocast = False  # the weights are gathered in the number format of the passes

@@ -45,8 +45,6 @@ class ShardedLoraPolicy:
         base: the model that the run began with.
         checkpoint: a checkpoint with whose adapters training continues.
         seed: determines the first values of ``A``, which are the values that one process would draw.
-
-    Example: with a base of 70 B parameters in bfloat16 on 8 ranks, each holds 17.5 GB.
     """
 
     def __init__(

@@ -31,9 +31,6 @@ class Staging:
         needed_bytes: the most that will be there at a time.
         fallback: a place on disk, in case shared memory is too small.
         on_disk: use it in any case.
-
-    Example: ``Staging(2**30, fallback=run / "staging").filled(7, write)`` is a folder into which ``write`` has put
-    weights of version 7.
     """
 
     def __init__(self, needed_bytes: int, *, fallback: Path, on_disk: bool = False) -> None:

@@ -31,8 +31,6 @@ class PeerLost(RolloverError, RuntimeError):
 def is_of_collective(error: BaseException) -> bool:
     """Return whether an error comes from an exchange with other ranks that PyTorch made by itself, as FSDP2 does in
     every pass: it is raised from ``torch.distributed``, and only PyTorch has been called from there.
-
-    Example: ``RuntimeError("... Connection closed by peer ...")`` in the pass of rank 0, when rank 1 has ended.
     """
     if isinstance(error, dist.DistError):
         return True

@@ -65,9 +65,10 @@ def _described(sample: TrainedSample) -> str:
     components = ", ".join(f"{name} {value:.4g}" for name, value in sample.components.items())
     shaping = (f" {sample.shaping:+.3g}" if sample.shaping else "") + (f" ({components})" if components else "")
     cut = ", cut at the limit" if sample.is_cut else ""
+    reward = f"{sample.reward:.4g}{shaping}" if sample.has_reward else "not on record"
     relative = "" if sample.relative is None else f"  against its group {sample.relative:+.3f}"
     return click.style(
-        f"{sample.sample_id}  {sample.prompt.prompt_id}  reward {sample.reward:.4g}{shaping}{relative}"
+        f"{sample.sample_id}  {sample.prompt.prompt_id}  reward {reward}{relative}"
         f"  {sample.num_tokens} tokens{cut}  lag {sample.lag:.2f}",
         bold=True,
     )

@@ -61,11 +61,8 @@ _LOOK_S = 5.0
 
 
 class ScoredByHost:
-    """A scorer for hosts that compute rewards themselves once they have a batch: every response scores 0 here.
-
-    Example: ``await ScoredByHost().score(trajectory)`` is 0.0. Rewards in the journal are then meaningless; group
-    filters of the host see the true ones.
-    """
+    """A scorer for hosts that compute rewards themselves once they have a batch: every response scores 0 here. Rewards
+    in the journal are then meaningless."""
 
     async def score(self, trajectory: Trajectory) -> float:
         return 0.0

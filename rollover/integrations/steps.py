@@ -47,7 +47,7 @@ def opened(
     """Open the feed of ``run`` and the steps over it; ``stack`` closes both. Trainer and engine take turns."""
     feed = Feed(open_parts, config.rollout, journal=run.journal, step=step, seed=config.seed, observer=observer)
     stack.callback(feed.close)
-    run.note_engine(feed.parts.engine.capabilities, takes_turns=True)
+    run.note_engine(feed.parts.engine.capabilities, takes_turns=True, knows_rewards=knows_rewards)
     steps = AskedSteps(feed, run, knows_rewards=knows_rewards)
     stack.callback(steps.close)
     return feed, steps

@@ -163,7 +163,7 @@ def _long_failures(rows: Sequence[MetricRow]) -> str | None:
     return (
         f"{num_failed[-1]:.0f} samples have failed, with {failed:.0f} tokens on average, and trained ones have"
         f" {trained:.0f}: long responses are left out. If they were late, raise environment.turn_timeout_s or"
-        " reward.timeout_s."
+        " reward.timeout_s (inside slime, miles and verl, reward_timeout_s)."
     )
 
 

@@ -115,7 +115,7 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     return page.render(is_live=is_live)
 
 
-_NOT_SHOWN = ("datasets", "identity", "takes_turns")
+_NOT_SHOWN = ("datasets", "identity", "takes_turns", "knows_rewards")
 """Facts for the check of a resumed run, or for simulations, that mean nothing to a reader."""
 
 

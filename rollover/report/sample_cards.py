@@ -74,17 +74,19 @@ def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Fa
 def _summary(reason: str, sample: TrainedSample, texts: Sequence[str]) -> str:
     cut = ", cut at the limit" if sample.is_cut else ""
     begin = " ".join("".join(texts[:_BEGIN]).split())
+    reward = f"reward {sample.reward:.4g}, " if sample.has_reward else ""
     return (
-        f"<b>{reason}</b> {sample.sample_id}: reward {sample.reward:.4g}, {sample.num_tokens:,} tokens{cut},"
+        f"<b>{reason}</b> {sample.sample_id}: {reward}{sample.num_tokens:,} tokens{cut},"
         f" lag {sample.lag:.2f} <small>{escape(begin)}</small>"
     )
 
 
 def _facts(sample: TrainedSample, redactor: Redactor) -> str:
+    reward = f"{sample.reward:.4g}" + (f" {sample.shaping:+.3g} for its length" if sample.shaping else "")
     facts = {
         "prompt": f"{sample.prompt.prompt_id}, {len(sample.prompt.token_ids)} tokens",
         **{f"reward: {name}": f"{value:.4g}" for name, value in sample.components.items()},
-        "reward": f"{sample.reward:.4g}" + (f" {sample.shaping:+.3g} for its length" if sample.shaping else ""),
+        "reward": reward if sample.has_reward else "not on record: the trainer has computed it from the batch",
         **({} if sample.relative is None else {"against its group": f"{sample.relative:+.4g}"}),
         "columns of its row": json.dumps(redactor.value(sample.prompt.columns), ensure_ascii=False, default=str),
     }

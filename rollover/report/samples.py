@@ -5,6 +5,7 @@ What a model writes is never trusted: control characters and marks that change t
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,7 @@ from rollover.hf.pieces import pieces
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.privacy import HIDDEN
 from rollover.report.measures import mean_reward
-from rollover.report.record import JOURNAL
+from rollover.report.record import JOURNAL, read_config
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, append_segment
@@ -35,6 +36,7 @@ class TrainedSample(Trajectory):
 
     step: int
     reward: float
+    """Not a number if the trainer has computed it from the batch: then it is not on record."""
     shaping: float
     """The amount that the algorithm added to the reward."""
     relative: float | None = None
@@ -44,6 +46,11 @@ class TrainedSample(Trajectory):
     def lag(self) -> float:
         """Return the mean lag of its tokens, in versions."""
         return sum(self.step - version for version in self.policy_versions) / max(1, self.num_tokens)
+
+    @property
+    def has_reward(self) -> bool:
+        """Return whether its reward is on record."""
+        return not math.isnan(self.reward)
 
     @property
     def is_cut(self) -> bool:
@@ -108,7 +115,10 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
     wanted = max(batches) if step is None else step
     if wanted not in batches:
         raise RunError(f"{run_dir} has no batch of step {wanted}: it has the batches of steps 0 to {max(batches)}")
-    return TrainedBatch(wanted, _samples(journal, wanted, batches[wanted]), wanted in trained)
+    samples = _samples(journal, wanted, batches[wanted])
+    if not read_config(run_dir)["meta"].get("knows_rewards", True):
+        samples = tuple(replace(sample, reward=math.nan, relative=None) for sample in samples)
+    return TrainedBatch(wanted, samples, wanted in trained)
 
 
 def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[TrainedSample, ...]:
@@ -184,7 +194,9 @@ def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
     it was."""
     require("transformers", purpose="reading responses")
     own = [folder for name in ("model", "model-untrained") if (folder := run_dir / name).is_dir()]
-    if not own and not (named := config.get("model", {}).get("path")):
+    meta = config.get("meta", {})
+    named = config.get("model", {}).get("path") or meta.get("model") or meta.get("hf_checkpoint")
+    if not own and not named:
         raise RunError(f"{run_dir} has no model of its own and its config names none, whose tokenizer reads responses")
     return open_tokenizer(own[0] if own else resolve_model(named, weights=False))
 
@@ -220,7 +232,7 @@ def chosen(samples: Sequence[TrainedSample], each: int = 3) -> list[tuple[str, T
     shuffled = random.Random(samples[0].step).sample(samples, len(samples)) if samples else []
     orders = {
         "longest": in_order(samples, "length"),
-        "worst": in_order(samples, "reward")[::-1],
+        "worst": [s for s in in_order(samples, "reward")[::-1] if s.has_reward],
         "most changed": [s for s in in_order(samples, "lag") if s.lag > 0],
         "random": shuffled,
     }

@@ -99,7 +99,7 @@ class RunDir:
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
-    def note_engine(self, can: Capabilities, **facts: bool) -> None:
+    def note_engine(self, can: Capabilities, **facts: Any) -> None:
         """Note what simulations of the run have to know of its engine, for all its servers together."""
         rate = can.prefill_tokens_per_iteration
         told = {"prefill_tokens_per_iteration": rate} if math.isfinite(rate) else {}
@@ -197,7 +197,10 @@ def _held(path: Path, config: RunConfig) -> str:
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
     """Lock an existing run directory and return the config that ``saved_config`` gives. ``RunDir.settle`` records it.
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use."""
-    job = _read(path)[1].get("job", "train")
+    meta = _read(path)[1]
+    job = meta.get("job", "train")
+    if host := meta.get("host"):
+        raise RunError(f"{path} holds the rollouts of {host}: that trainer resumes its runs itself, not rollover train")
     if job != "train":
         raise RunError(
             f"{path} is the directory of a rollover {job}, which runs in one go and has nothing to resume;"

@@ -83,6 +83,20 @@ def test_a_run_from_scratch_without_a_warm_up_is_read_too(run: Path, capsys: pyt
     assert "one and⟦parked, version 2 → 3⟧" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fact", ["model", "hf_checkpoint"])
+def test_a_run_inside_another_trainer_is_read_and_its_rewards_are_not_made_up(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fact: str
+) -> None:
+    folder = (run / "model").rename(tmp_path / "elsewhere")
+    (run / "config.json").write_text(json.dumps({"meta": {fact: str(folder), "knows_rewards": False}}))
+    assert cli.main(["samples", str(run)]) == 0
+    shown, cards = capsys.readouterr().out, read_cards(run)
+    assert "g7.1  sums/4@0  reward not on record  12 tokens  lag 0.58" in shown
+    assert "<b>longest</b> g7.1: 12 tokens, lag 0.58" in cards and "<b>worst</b>" not in cards
+    assert "not on record: the trainer has computed it from the batch" in cards
+    assert "against its group" not in shown + cards and "nan" not in shown + cards
+
+
 def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(run / "journal.sqlite")
     list(journal.read())

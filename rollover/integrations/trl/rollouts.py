@@ -89,7 +89,9 @@ class HostedRollouts:
             observer=observer,
         )
         shares = any(numbered(parameter.device) in config.engine.devices() for parameter in model.parameters())
-        run.note_engine(self._opened.engine.capabilities, takes_turns=shares)
+        run.note_engine(
+            self._opened.engine.capabilities, takes_turns=shares, knows_rewards=False, model=str(folder.resolve())
+        )
         self._publisher = Publisher(self._opened.weights, folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(

@@ -127,6 +127,7 @@ class VerlRun:
                 observer=self._happened,
                 knows_rewards=self._scorer is not None,
             )
+            run.note(model=parts.model)
             self._closing = stack.pop_all()
 
     def close(self) -> None:

@@ -135,6 +135,7 @@ def test_trl_logs_the_rollouts_and_the_report_draws_them(run: tuple[Any, Path]) 
     assert logged(trained, "sample/staleness_max") == staleness
     record = read_run(folder / "out" / "_rollover")
     assert record.meta["takes_turns"] is True, "one CPU has the model of both"
+    assert (record.meta["knows_rewards"], record.meta["model"]) == (False, trained.model.config._name_or_path)
     assert record.meta["max_running"] == trained.rollover_config.engine.max_running
     steps = [row for row in record.metrics if row.kind == "step"]
     assert [row.step for row in steps] == [*range(STEPS)]

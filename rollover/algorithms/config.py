@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from rollover.algorithms.registry import (
     Objective,
     OldPolicy,
     RatioLevel,
+    Weights,
 )
 from rollover.errors import nearest
 from rollover.types import UNBOUNDED
@@ -124,11 +126,19 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
-def algorithm(name: str, **settings: Any) -> Algorithm:
+def algorithm(
+    name: str,
+    *,
+    reward_weights: Weights | None = None,
+    turn_weights: Mapping[str, float] | None = None,
+    **settings: Any,
+) -> Algorithm:
     """Create an algorithm for a trainer.
 
     Args:
         name: a row of the table of algorithms, such as ``"grpo"`` or ``"dapo"``.
+        reward_weights: for ``advantage="component_std"``, the weights of the rewards of each source, by their names.
+        turn_weights: for ``advantage="turn_std"``, the weight of an environment's rewards by source; 1 for others.
         settings: overrides of the row's own values, by their names in the section ``[algorithm]`` of a run's config.
 
     Raises:
@@ -138,7 +148,8 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         >>> algorithm("grpo", clip_high=0.28).clip_high
         0.28
     """
-    return resolve(AlgorithmConfig(name=name, **settings))
+    row = resolve(AlgorithmConfig(name=name, **settings))
+    return replace(row, reward_weights=reward_weights or {}, turn_weights=turn_weights or {})
 
 
 def _check_effect(row: Algorithm, given: frozenset[str]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from rollover.errors import nearest
+from rollover.errors import DataError, nearest
 from rollover.types import FinishReason, is_moderate
 
 
@@ -211,8 +211,8 @@ class Algorithm:
         """Return what the advantage compares of a response: its reward, or the components that have a weight."""
         if not ADVANTAGES[self.advantage].by_component:
             return reward
-        weights = self.reward_weights[source]
-        return {name: value for name, value in components.items() if component_weight(weights, name)}
+        weights = self.reward_weights
+        return {name: value for name, value in components.items() if component_weight(weights, source, name)}
 
     def trains_sample(self, finish_reason: FinishReason) -> bool:
         """Return whether the tokens of a sample with this finish reason have ``loss_mask`` 1."""
@@ -230,12 +230,17 @@ class Algorithm:
         return -min(max((num_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0.0), 1.0)
 
 
-def component_weight(weights: Mapping[str, float], component: str) -> float:
-    """Return the weight of a component: the weight of the reward with whose name the component begins.
-
-    Example: with weights of ``{"exact": 1.0, "mine": 0.5}``, the component ``mine/style`` has weight 0.5.
-    """
-    return weights[component.partition("/")[0]]
+def component_weight(weights: Weights, source: str, component: str) -> float:
+    """Return the weight of a component: of ``mine/style``, the weight of the reward ``mine``. Raises ``DataError`` if
+    there is none."""
+    reward = component.partition("/")[0]
+    try:
+        return weights[source][reward]
+    except KeyError:
+        raise DataError(
+            f"the algorithm has no weight for reward {reward!r} of source {source!r}, whose components its advantage"
+            f" compares: create it by algorithm(..., reward_weights={{{source!r}: {{{reward!r}: 1.0}}}})"
+        ) from None
 
 
 def _check_choices(row: Algorithm) -> None:

@@ -131,7 +131,7 @@ def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndar
     table[1] = 0
     for row, t in enumerate(trajectories):
         for name, value in t.components.items():
-            table[:, row, names.index(name)] = value, component_weight(weights[t.prompt.source], name)
+            table[:, row, names.index(name)] = value, component_weight(weights, t.prompt.source, name)
     return table
 
 

@@ -15,8 +15,9 @@ import torch
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.algorithms.advantages import ComponentRewards, compute_advantages
+from rollover.algorithms.config import algorithm as public_algorithm
 from rollover.batch import Batch, WasteCause
-from rollover.errors import NoReward, RewardError
+from rollover.errors import DataError, NoReward, RewardError
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, SampleScored, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
 from rollover.trainer.minibatch import BatchTensors
@@ -208,9 +209,8 @@ def test_with_components_filter_and_advantage_see_the_same_numbers(
 ) -> None:
     """In a batch whose other group has other components, from another source."""
     weights = {"a": 1.0, "b": 0.3, "c": 0.0}
-    algorithm = replace(
-        resolve(AlgorithmConfig(name="dapo", advantage="component_std")), reward_weights={"s": weights, "t": {"z": 2.0}}
-    )
+    row: dict[str, Any] = {"name": "dapo", "advantage": "component_std"}
+    algorithm = public_algorithm(**row, reward_weights={"s": weights, "t": {"z": 2.0}})
     groups = []
     for group, source, components in zip(
         make_batch(num_groups=2, group_size=len(parts)).groups,
@@ -233,6 +233,10 @@ def test_with_components_filter_and_advantage_see_the_same_numbers(
         loss_mask_T=data.loss_mask_T,
         components=ComponentRewards(values_BK, weights_BK, torch.zeros_like(data.rewards_B)),
     )
+    for missing in ({}, {"s": weights}, {"s": weights, "t": {"y": 1.0}}):
+        bare = public_algorithm(**row, reward_weights=missing)
+        with pytest.raises(DataError, match=r"no weight for reward '[abcz]' of source '[st]'.*reward_weights"):
+            BatchTensors.of(groups, bare, step=0, device=torch.device("cpu"))
     assert algorithm.keeps_group([algorithm.compared("s", 0.0, one) for one in parts]) == has_signal
     assert bool(advantages_T[data.sample_T < len(parts)].any()) == has_signal
     assert advantages_T[data.sample_T >= len(parts)].any()

@@ -137,7 +137,7 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
         ("Lag", number(lag.batch if lag else None, ".2f"), "versions", off_policy or "no batch yet"),
         ("Wasted by the rollout", f"{s.fraction(s.wasted_by_rollout):.1%}", "of tokens", without_gradient),
         ("Resumes", number(s.resumes_per_sample, ".2f"), "per sample", prefilled),
-        ("Peak memory", bytes_text(s.peak_memory_bytes).removesuffix(" GiB"), "GiB", "of the training process"),
+        ("Peak memory", bytes_text(s.peak_memory_bytes).removesuffix(" GiB"), "GiB", "of the run's own process"),
     ]
 
 

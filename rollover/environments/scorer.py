@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,18 +46,24 @@ class RewardScorer:
         for spec in specs:
             rater = Rater(spec, self._pool if spec.config.workers > 0 else None)
             self._raters.setdefault(spec.source, []).append(rater)
-        self.busy_s = 0.0
-        """Time that responses spent being scored, summed over them, including waits for a free process."""
-        self.num_late = 0
-        """Number of late checks against a known answer, whose response counts as wrong."""
+        self._work_s: defaultdict[str, float] = defaultdict(float)
+        self._num_late = Counter[str]()
 
-    @property
-    def judge_metrics(self) -> dict[str, float]:
-        """Return what all judges have cost since the scorer was created; nothing without a judge."""
-        used = Counter[str]()
-        for rater in (rater for raters in self._raters.values() for rater in raters):
-            used.update(rater.used)
-        return {f"judge/{name}": float(number) for name, number in used.items()}
+    def costs(self, *, in_evaluations: bool = False) -> dict[str, float]:
+        """Return what scoring has cost since the scorer was created, in rollouts or in evaluations.
+
+        ``reward/work_s`` is the time that responses spent being scored, summed over them, including waits for a free
+        process. ``reward/late`` is the number of late checks against a known answer, whose response counts as wrong.
+        ``judge/*`` is what all judges have cost, if there are any.
+        """
+        found = {"reward/work_s": 0.0, "reward/late": 0.0}
+        for source, raters in self._raters.items():
+            if source.startswith("eval/") == in_evaluations:
+                found["reward/work_s"] += self._work_s[source]
+                found["reward/late"] += self._num_late[source]
+                for name, number in (used for rater in raters for used in rater.used.items()):
+                    found[f"judge/{name}"] = found.get(f"judge/{name}", 0.0) + number
+        return found
 
     @property
     def num_processes(self) -> int:
@@ -110,8 +116,8 @@ class RewardScorer:
             else:
                 await asyncio.gather(*(rate(rater, [i]) for i in members))
         scores = [failure or self._score(prompt.source, found) for failure, found in zip(failures, values, strict=True)]
-        self.busy_s += time.perf_counter() - started_s
-        self.num_late += len(late)
+        self._work_s[prompt.source] += time.perf_counter() - started_s
+        self._num_late[prompt.source] += len(late)
         return scores
 
     async def close(self) -> None:

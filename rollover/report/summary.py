@@ -133,7 +133,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         length_drift=trained_lengths.mean / generated.mean if generated and trained_lengths else None,
         phase_s=_phases(rows, timeline),
         peak_memory_bytes=int(max(memory)) if memory else None,
-        late_rewards=int(sum(_values(rows, "reward/late"))),
+        late_rewards=int(sum(_values(rows, "reward/late")) + sum(n for _, _, n in series(rows, "eval", "eval/late"))),
         failures=measures.failure_kinds(timeline.failures),
         alarms=alarms(rows, filtered=filtered),
     )

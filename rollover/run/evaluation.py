@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.clock import Clock
@@ -37,13 +37,15 @@ class Evaluation:
     """Response lengths in tokens, over all samples."""
     failures: tuple[str, ...]
     """Reasons of samples that could not be scored; they count as reward 0."""
+    costs: Mapping[str, float]
+    """The costs of scoring, as ``RewardScorer.costs`` names them."""
     versions: tuple[int, int]
     """The oldest and the newest weights that sampled the responses; two if training went on meanwhile."""
 
     def metrics(self) -> dict[str, float]:
         """Return ``accuracy`` and ``pass@k`` over everything and, if there are several sources, ``accuracy/<source>``,
         each with its standard error ``_se``; how many samples there were and how many of them could be scored; and
-        the weights that they were sampled from."""
+        the weights that they were sampled from, and what scoring has cost."""
         numbers: dict[str, float] = {
             "eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths),
             "eval/reward": self.rows[-1].reward.mean,
@@ -51,6 +53,7 @@ class Evaluation:
             "eval/scored": len(self.lengths) - len(self.failures),
             "eval/oldest_version": self.versions[0],
             "eval/newest_version": self.versions[1],
+            **{f"eval/{name.removeprefix('reward/')}": value for name, value in self.costs.items()},
         }
         for row in self.rows:
             place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"
@@ -165,6 +168,7 @@ class Evaluator:
             DataError: a reward function is wrong.
         """
         self._num_evaluations += 1
+        before = self._scorer.costs(in_evaluations=True)
         samples, room = asyncio.Semaphore(self._engine.capabilities.max_running), Room(self._engine)
         ids = [
             [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
@@ -219,6 +223,7 @@ class Evaluator:
             rows=evaluate(scored, {name: sorted({1, *each.k}) for name, each in self._sets.items()}),
             lengths=tuple(trajectory.num_tokens for trajectory, _ in flat),
             failures=tuple(failures),
+            costs={name: value - before[name] for name, value in self._scorer.costs(in_evaluations=True).items()},
             versions=(min(versions, default=0), max(versions, default=0)),
         )
 

@@ -86,10 +86,7 @@ class StepMeter:
             **({} if self._engine_metrics is None else self._engine_metrics.take_metrics()),
             **self._timings,
             **self._measured,
-            # A sum over all samples: if rewards are computed in parallel, it exceeds the step's time.
-            "reward/work_s": counters.reward_s - before.reward_s,
-            "reward/late": float(counters.late_rewards - before.late_rewards),
-            **{name: value - before.judges[name] for name, value in counters.judges.items()},
+            **{name: value - before.rewards[name] for name, value in counters.rewards.items()},
             **throughput.of_step(
                 trained_tokens=batch.num_tokens - sum(trained.untrained.values()),
                 decoded_tokens=counters.decoded - before.decoded,
@@ -105,17 +102,14 @@ class StepMeter:
         return StepEnded(step=batch.step, batch=batch, time_s=now_s, metrics=metrics)
 
     def _counters(self) -> _Counters:
-        scorer = self._scorer
-        return _Counters(self._ledger.tokens.decoded, scorer.busy_s, scorer.num_late, scorer.judge_metrics)
+        return _Counters(self._ledger.tokens.decoded, self._scorer.costs())
 
 
 class _Counters(NamedTuple):
     """Running totals; a step's share is a difference of two."""
 
     decoded: int
-    reward_s: float
-    late_rewards: int
-    judges: dict[str, float]
+    rewards: dict[str, float]
 
 
 def peak_memory_bytes() -> int:

@@ -65,7 +65,7 @@ async def test_a_request_holds_all_that_decides_the_reply() -> None:
                 "think": False,
             }
         ]
-        assert scorer.judge_metrics == {
+        assert {name: cost for name, cost in scorer.costs().items() if name.startswith("judge/")} == {
             "judge/requests": 1.0,
             "judge/recalled": 0.0,
             "judge/prompt_tokens": 100.0,
@@ -313,4 +313,4 @@ async def test_a_score_that_was_missing_is_asked_for_again_from_a_mended_judge(t
         await score_of(lambda body: "I refuse.", folder=tmp_path)
     async with judging(lambda body: "Score: 1", folder=tmp_path) as (scorer, _):
         assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
-        assert scorer.judge_metrics["judge/requests"] == 1.0 and scorer.judge_metrics["judge/recalled"] == 0.0
+        assert scorer.costs()["judge/requests"] == 1.0 and scorer.costs()["judge/recalled"] == 0.0

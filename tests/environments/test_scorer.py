@@ -55,6 +55,15 @@ async def scoring(specs: Sequence[RewardSpec]) -> AsyncIterator[RewardScorer]:
             await scorer.close()
 
 
+async def test_what_evaluations_cost_is_no_part_of_a_step() -> None:
+    config = MathVerifyConfig(workers=1, retries=0)
+    sources = ("s", "eval/s")
+    async with scoring([RewardSpec(source=s, config=config, answer_column="answer") for s in sources]) as scorer:
+        assert await scorer.score(trajectory(prompt("eval/s", answer="4"), "4")) == 1.0
+        assert scorer.costs() == {"reward/work_s": 0.0, "reward/late": 0.0}
+        assert scorer.costs(in_evaluations=True)["reward/work_s"] > 0
+
+
 async def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
     for workers in (0, 1):
         config = ReasoningGymConfig(name="chain_sum", reward=VerifierConfig(extract="hashes", workers=workers))
@@ -199,7 +208,7 @@ async def test_a_check_against_a_known_answer_that_is_late_scores_0_once() -> No
         assert await scorer.score(trajectory(late, "hence \\boxed{hang}")) == 0.0
         assert scorer.num_processes == 1, "the same answer to the same row is not checked again"
         assert await scorer.score(trajectory(asked, "4")) == 1.0
-        assert scorer.num_late == 2
+        assert scorer.costs()["reward/late"] == 2
 
 
 @pytest.mark.usefixtures("slow_library")
@@ -238,7 +247,7 @@ async def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_
     monkeypatch.setattr(WorkerPool, "run", late_once)
     async with scoring([RewardSpec(source="s", config=EnvironmentRewardConfig())]) as scorer:
         assert [await scorer.score(trajectory(prompt(), "done")) for _ in range(2)] == [0.5, 2.0]
-        assert scorer.num_late == 0
+        assert scorer.costs()["reward/late"] == 0
 
 
 ODD_REASONS = [

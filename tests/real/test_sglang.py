@@ -543,7 +543,7 @@ def test_a_judge_is_asked_at_temperature_0_and_repeats_itself(url: str, folders:
         try:
             texts = ("fox", "dog", "lazy", "over")
             scores = await asyncio.gather(*(scorer.score(trajectory(prompt(), text)) for text in texts))
-            return scores, scorer.judge_metrics
+            return scores, scorer.costs()
         finally:
             await scorer.close()
 

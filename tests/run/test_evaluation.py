@@ -52,9 +52,13 @@ class Source:
 
 
 class Scorer:
-    weight = 1.0
+    weight, num_scored = 1.0, 0
+
+    def costs(self, *, in_evaluations: bool) -> dict[str, float]:
+        return {"reward/late": self.num_scored}
 
     async def score(self, trajectory: Any) -> Score:
+        self.num_scored += 1
         is_right = trajectory.num_tokens == 9
         return Score(self.weight * is_right, solved=is_right)
 
@@ -127,7 +131,7 @@ async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
     result = await evaluator(Failing(after=10**6, failures=0), scorer).run()
     assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.4)
     assert result.metrics()["accuracy"] == 0.8
-    assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
+    assert [result.metrics()[f"eval/{name}"] for name in ("scored", "samples", "late")] == [8, 10, 8]
 
 
 class Open(Game):
@@ -289,7 +293,7 @@ def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, co
             make_rig(strategy, rollout_batch_size=2, group_size=2, length=lognormal(30, 0.8, 200)),
             VirtualClock(),
         )
-        scorer: Any = SimpleNamespace(busy_s=0.0, num_late=0, judge_metrics={})
+        scorer: Any = SimpleNamespace(costs=dict)
         meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
         await rig.publish(0)
         with meter.paused():

@@ -77,16 +77,28 @@ class DatasetPrompts:
         """Draw prompt ``index``. Raises ``DataError`` when its row has no prompt, or its prompt is too long."""
         epoch, place = divmod(index, len(self._rows))
         row = self._order(epoch)[place]
-        token_ids, text = self._encode(_columns(self._rows, row)["prompt"])
+        token_ids, text = self._encoded(_columns(self._rows, row)["prompt"], row)
+        return Prompt(
+            prompt_id=f"train/{row}@{epoch}", token_ids=tuple(token_ids), text=text, source="train", columns={ROW: row}
+        )
+
+    def measure(self) -> None:
+        """Raise ``DataError``, as ``prompt`` would later, if a row has no prompt or a prompt is too long. A token has
+        at least a byte, so rows of few bytes are not tokenised: half of the room is left for the chat template."""
+        for row in range(len(self._rows)):
+            prompt = _columns(self._rows, row)["prompt"]
+            if not prompt or 2 * len(str(prompt).encode()) > self._max_prompt_tokens:
+                self._encoded(prompt, row)
+
+    def _encoded(self, prompt: Any, row: int) -> EncodedPrompt:
+        token_ids, text = self._encode(prompt)
         if not 0 < len(token_ids) <= self._max_prompt_tokens:
             raise DataError(
                 f"train_dataset: the prompt of row {row} has {len(token_ids)} tokens, where 1 to"
                 f" {self._max_prompt_tokens} leave room for the response: leave such rows out"
                 " (train_dataset.filter(...)), lower max_completion_length, or use an engine with a longer context"
             )
-        return Prompt(
-            prompt_id=f"train/{row}@{epoch}", token_ids=tuple(token_ids), text=text, source="train", columns={ROW: row}
-        )
+        return EncodedPrompt(token_ids, text)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:

@@ -236,7 +236,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         assert self._rollouts is not None
         if self.vllm_importance_sampling_correction and _RATIO not in output:
             raise RunError(f"TRL {trl_version()} has computed no weights from {_UNWEIGHED}")
-        has_other_gradients = self.beta != 0.0 or getattr(self, "_entropy_bonus_enabled", False)
+        has_other_gradients = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
         found: Measured = measure(output, answers, advantages_alone=not has_other_gradients)
         self._rollouts.judge(found.drift)
         logged = self._metrics["train"]
@@ -273,13 +273,18 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _make_source(self, capabilities: Capabilities) -> DatasetPrompts:
         # A tokenizer must not be used in two threads, so the feed has its own.
         tokenizer = copy.deepcopy(self.processing_class)
-        return DatasetPrompts(
+        source = DatasetPrompts(
             self.train_dataset,
             encoder(tokenizer, {"chat_template": self.chat_template, **self.chat_template_kwargs}),
             seed=self.rollover_config.seed,
             shuffle=self.shuffle_dataset is not False,
             max_prompt_tokens=capabilities.max_context_tokens - self.max_completion_length,
         )
+        if not (
+            self._resumes and self._run.journal.exists()
+        ):  # later, neither the dataset nor the length of responses may change
+            source.measure()
+        return source
 
     def _row(self, row: int) -> dict[str, Any]:
         columns = dict(self.train_dataset[row])

@@ -21,7 +21,7 @@ _MOST_COLUMNS = 300
 
 @click.command("samples")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="The step that trained them; the newest by default.")
+@click.option("--step", type=click.IntRange(min=0), help="The step that trained them, from 0; the newest by default.")
 @click.option("--source", help="Only samples of this source.")
 @click.option("--sort", type=click.Choice(ORDERS), default="reward", show_default=True, help="The largest first.")
 @click.option("--reverse", is_flag=True, help="The smallest first.")

@@ -190,10 +190,12 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
 
 
 def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
-    """Open the tokenizer of a run. Raises ``RolloverError`` if transformers is not installed, or the model is not where
-    it was."""
+    """Open the tokenizer of a run. Raises ``RolloverError`` if transformers is not installed, or a run that has written
+    no model has its model elsewhere by now."""
     require("transformers", purpose="reading responses")
-    own = [folder for name in ("model", "model-untrained") if (folder := run_dir / name).is_dir()]
+    saved = sorted(run_dir.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    made = [run_dir / "model", run_dir / "model-untrained", *saved]
+    own = [folder for folder in made if (folder / "tokenizer_config.json").is_file()]
     meta = config.get("meta", {})
     named = config.get("model", {}).get("path") or meta.get("model") or meta.get("hf_checkpoint")
     if not own and not named:

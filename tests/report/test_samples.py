@@ -97,6 +97,14 @@ def test_a_run_inside_another_trainer_is_read_and_its_rewards_are_not_made_up(
     assert "against its group" not in shown + cards and "nan" not in shown + cards
 
 
+def test_a_checkpoint_has_the_tokenizer_of_a_model_that_is_no_longer_there(run: Path) -> None:
+    (run / "config.json").write_text('{"meta": {}, "model": {"path": "moved/or/relative/model"}}')
+    (run / "checkpoints").mkdir()
+    (run / "model").rename(run / "checkpoints/step_10")
+    (run / "checkpoints/step_9").mkdir()
+    assert "1+8" in read_cards(run)
+
+
 def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(run / "journal.sqlite")
     list(journal.read())

@@ -166,6 +166,11 @@ def checkpoint(step: int) -> Path:
 def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     assert "out has no checkpoint yet" in failed(capsys, "eval", "out")
+    Path("out/model").mkdir()
+    assert "the model that its warm-up has made is out/model" in failed(capsys, "export", "out", "exported")
+    variants = ["--variants", "{a = {}, b = {seed = 1}}"]
+    assert cli.main(["train", "run.toml", "--run-dir", "both", *variants]) == 0
+    assert "both compares variants, which have the checkpoints: name both/a" in failed(capsys, "eval", "both")
     for step in (9, 10):
         checkpoint(step)
     assert cli.main(["eval", "out", "--eval.num_prompts", "5"]) == 0

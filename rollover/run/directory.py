@@ -173,7 +173,7 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
     run = RunDir(path)
     try:
         if is_run(path):
-            raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
+            raise RunError(f"{path} holds a run of {_held(path, config, job)}choose another directory with --run-dir")
         run.made, run.is_new = made, True
         run.require_free(MIN_FREE_BYTES, "a new run")
         started = {"job": job, "started": _now(), "command": redacted_command(argv), "seed": config.seed}
@@ -185,27 +185,19 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
     return run
 
 
-def _held(path: Path, config: RunConfig) -> str:
+def _held(path: Path, config: RunConfig, job: str) -> str:
     """Describe how the config of the run in ``path`` differs from ``config``, and offer to resume it if possible."""
     before = derived_config(path)
-    if not (changed := _differing(before, config)):
-        return f"this config: resume it with --resume {path}, or "
-    able = "" if refusals(before, config) else f"resume it with --resume {path} and these settings, or "
-    return f"another config (it differs in {', '.join(map(dotted, changed[:3]))}): {able}"
+    changed = ", ".join(map(dotted, _differing(before, config)[:3]))
+    what = f"another config (it differs in {changed})" if changed else "this config"
+    if not job == _read(path)[1].get("job", "train") == "train" or refusals(before, config):
+        return f"{what}: "
+    return f"{what}: resume it with --resume {path}{' and these settings' if changed else ''}, or "
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
     """Lock an existing run directory and return the config that ``saved_config`` gives. ``RunDir.settle`` records it.
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use."""
-    meta = _read(path)[1]
-    job = meta.get("job", "train")
-    if host := meta.get("host"):
-        raise RunError(f"{path} holds the rollouts of {host}: that trainer resumes its runs itself, not rollover train")
-    if job != "train":
-        raise RunError(
-            f"{path} is the directory of a rollover {job}, which runs in one go and has nothing to resume;"
-            " give --resume the directory of a rollover train"
-        )
     config = saved_config(path, overrides)
     return config, reopen(config, path, argv)
 
@@ -228,15 +220,23 @@ def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` with ``overrides`` applied. Raises ``RunError`` when there is no run, or
     when an override changes a setting that may not change."""
-    kind = _read(path)[0].get("rollout", {}).get("strategy")
+    config, meta = _read(path)
+    if host := meta.get("host"):
+        raise RunError(f"{path} holds the rollouts of {host}: that trainer resumes its runs itself, not rollover train")
+    if (job := meta.get("job", "train")) != "train":
+        raise RunError(
+            f"{path} is the directory of a rollover {job}, which runs in one go and has nothing to resume;"
+            " give --resume the directory of a rollover train"
+        )
+    kind = config.get("rollout", {}).get("strategy")
     if isinstance(kind, str) and kind in SIMULATED_ONLY:
         raise RunError(
             f"{path} cannot be resumed: it was created with rollout.strategy {kind!r}; {SIMULATED_ONLY[kind]}"
         )
-    config = derived_config(path, overrides)
+    derived = derived_config(path, overrides)
     if overrides:
-        check_changes(path, derived_config(path), config)
-    return config
+        check_changes(path, derived_config(path), derived)
+    return derived
 
 
 def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:

@@ -13,7 +13,7 @@ from rollover.errors import ModelError, RunError
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.report.metrics import read_metrics
-from rollover.run import directory
+from rollover.run import directory, layout
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.prepare import check_began_with
@@ -59,8 +59,8 @@ def _write(run: Path, checkpoint: Path, target: Path) -> None:
         from rollover.trainer.lora import merge
 
         base = _base(directory.derived_config(run), run)
-        if (record := run / "began_with.json").is_file():
-            check_began_with(record, base)
+        if (run / layout.BEGAN_WITH).is_file():
+            check_began_with(run, base)
         merge(checkpoint, target, base=base)
         return
     own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])
@@ -82,10 +82,10 @@ def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
     """
     from rollover.trainer.checkpoint import MANIFEST, read_manifest, verify_files
 
-    directory.derived_config(run)  # refuses what is no run
+    config = directory.derived_config(run)
     with ExitStack() as stack:
         while True:
-            checkpoint = _find(run, step)
+            checkpoint = _find(run, config, step)
             try:
                 stack.enter_context(locks.shared(checkpoint / MANIFEST))
                 break
@@ -95,12 +95,18 @@ def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
         yield checkpoint
 
 
-def _find(run: Path, step: int | None) -> Path:
+def _find(run: Path, config: RunConfig, step: int | None) -> Path:
     from rollover.trainer.checkpoint import checkpoint_path, list_checkpoints
 
     found = list_checkpoints(run / "checkpoints")
     if not found:
-        raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
+        if config.variants:
+            raise RunError(
+                f"{run} compares variants, which have the checkpoints: name {run / min(config.variants)}, say"
+            )
+        if (run / "model").is_dir() and not (run / layout.JOURNAL).exists():
+            raise RunError(f"{run} has no checkpoints: the model that its warm-up has made is {run / 'model'}")
+        raise RunError(f"{run} has no checkpoint yet: wait for one, or lower checkpoint.every_steps in the next run")
     if step is None:
         return found[-1]
     if (wanted := checkpoint_path(run / "checkpoints", step)) not in found:

@@ -269,6 +269,8 @@ def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
     with pytest.raises(RunError, match=f"holds a run of this config: resume it with --resume {tmp_path}"):
         directory.create(CONFIG, tmp_path)
+    with pytest.raises(RunError, match="holds a run of this config: choose another directory"):
+        directory.create(CONFIG, tmp_path, job="sft")
     other = RunConfig(model=ModelConfig(path="models/tiny"), rollout=RolloutConfig(group_size=2), seed=5)
     with pytest.raises(RunError, match=r"of another config \(it differs in rollout\.group_size\)"):
         directory.create(other, tmp_path)

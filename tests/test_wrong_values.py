@@ -120,7 +120,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("metrics.jsonl", read_metrics),
     ("trainer.json", read_manifest),
     ("model.safetensors.index.json", weight_files),
-    ("began_with.json", lambda folder: check_began_with(folder / "began_with.json", folder)),
+    ("began_with.json", lambda folder: check_began_with(folder, folder)),
     ("adapter_config.json", lambda folder: AdapterSource.read(1, folder)),
     ("status.json", read_status),
     ("workers.json", lambda folder: Credentials(folder / "workers.json").hashes()),

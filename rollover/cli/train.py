@@ -43,6 +43,7 @@ def command(
     rollover train --resume runs/quickstart-20260101-120000
     """
     from rollover.run import directory
+    from rollover.run.prepare import check_resume
 
     overrides = ctx.meta[OVERRIDES]
     if skip_batch is not None and (resume is None or dry_run):
@@ -57,6 +58,8 @@ def command(
         )
     require("torch", purpose=ctx.command_path)
     if dry_run:
-        show_plan(ctx, directory.saved_config(resume, overrides))
+        saved = directory.saved_config(resume, overrides)
+        check_resume(saved, resume)
+        show_plan(ctx, saved)
         return
     work(ctx, "train", *directory.open_for_resume(resume, overrides, sys.argv), skip_batch=skip_batch)

@@ -12,19 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollover.algorithms.config import resolve
 from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
 from rollover.hf.config import max_context, read_model_config
+from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
+from rollover.report.record import read_config
+from rollover.run import layout
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
-from rollover.tasks.open import companions_of, eval_sources, held_out_texts, reply_end, train_source
+from rollover.tasks.open import companions_of, eval_sources, held_out_texts, reply_end, same_datasets, train_source
 from rollover.tasks.prompt_source import Example, PromptSource, examples
 
 NUM_TOKENIZER_TEXTS = 2000
@@ -41,8 +45,6 @@ def initial_policy(
         ModelError: the model is not available or has an unsupported architecture.
         DataError: a source cannot be read or has no solutions for a warm-up.
     """
-    from rollover.hf.hub import resolve_model
-
     base = folder.with_name(f"{folder.name}-untrained")
     if config.model.scratch is None:
         assert config.model.path is not None
@@ -63,26 +65,52 @@ def initial_policy(
     return folder
 
 
-def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
+def check_model(config: RunConfig, run: RunDir, folder: Path) -> None:
     """Check that ``folder`` holds the model that the run began with; a new run records it. Once there is a checkpoint,
     its weights are needed only for the algorithm's reference policy and beside adapters. Raises ``ModelError`` naming
     what is different."""
     if run.began_with.is_file():
-        check_began_with(run.began_with, folder, needs_weights=needs_weights)
+        check_began_with(run.path, folder, needs_weights=_needs_weights(config, run.path))
     else:  # the run begins, or was begun by an earlier version of Rollover
         replace_json(run.began_with, {"model": fingerprint(folder)})
 
 
-def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) -> None:
-    """Check that ``folder`` holds the model whose fingerprint a run left in the file ``record``. Raises ``ModelError``
-    naming what is different."""
-    found = fingerprint(folder)
+def check_resume(config: RunConfig, run: Path) -> None:
+    """Check that the run in ``run`` would find what it began with: datasets and a model that need no download and that
+    it has not made itself. Raises ``DataError`` or ``ModelError`` naming what is different."""
+    if (run / layout.JOURNAL).exists():
+        train, measured = (
+            tuple(s for s in role if not s.look_up()) for role in (config.tasks.train, config.tasks.eval)
+        )
+        tasks = replace(config.tasks, train=train, eval=measured)
+        same_datasets(tasks, read_config(run)["meta"].get("datasets"))
+    path = None if config.sft is not None else config.model.path
+    if path is not None and (run / layout.BEGAN_WITH).is_file():
+        needs_weights = Path(path).is_dir() and _needs_weights(config, run)
+        check_began_with(run, resolve_model(path, weights=False), needs_weights=needs_weights)
+
+
+def _needs_weights(config: RunConfig, run: Path) -> bool:
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    has_checkpoint = latest_checkpoint(run / layout.CHECKPOINTS) is not None
+    return not has_checkpoint or resolve(config.algorithm).needs_ref or config.trainer.lora is not None
+
+
+def check_began_with(run: Path, folder: Path, *, needs_weights: bool = True) -> None:
+    """Check that ``folder`` holds the model whose fingerprint the run in ``run`` has recorded, with its files or those
+    of the run's checkpoints beside the weights. Raises ``ModelError`` naming what is different."""
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    record, found = run / layout.BEGAN_WITH, fingerprint(folder)
     try:
         began_with = dict(parse_json(record.read_text())["model"])
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{record} is damaged: delete it if {folder} is the model that the run started from") from None
+    checkpoint = latest_checkpoint(run / layout.CHECKPOINTS)
+    own = {**began_with, **(fingerprint(checkpoint) if checkpoint else {}), "weights": began_with.get("weights")}
     for name in sorted(found.keys() | began_with.keys()):
-        if found.get(name) != began_with.get(name) and (name != "weights" or needs_weights):
+        if found.get(name) not in (began_with.get(name), own.get(name)) and (name != "weights" or needs_weights):
             what = "its weights are" if name == "weights" else f"{name} is"
             raise ModelError(
                 f"{folder} is not the model that the run started from: {what} different; bring that model"

@@ -98,8 +98,7 @@ def start(config: RunConfig, run: RunDir, progress: Progress, stack: ExitStack) 
         eval_seed=run.noted("eval_seed") if has_begun else config.tasks.eval_seed,
     )
     folder = initial_policy(config, run.model, progress, metrics)
-    needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
-    check_model(run, folder, needs_weights=checkpoint is None or needs_base)
+    check_model(config, run, folder)
     check_context(config, max_context(folder))
     return metrics, folder, checkpoint
 

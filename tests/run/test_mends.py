@@ -129,10 +129,9 @@ def test_a_model_and_a_dataset_that_were_moved_are_named_anew(begun: Say) -> Non
     shutil.copytree("model", "elsewhere/model")
     Path("model").unlink()
     Path("letters.jsonl").rename("elsewhere/letters.jsonl")
-    assert (
-        "a dataset of this run is missing" in (told := begun.refused(*RESUMED))
-        and "give its new path on --resume" in told
-    )
+    for dry in ([], ["--dry-run"]):
+        told = begun.refused(*RESUMED, *dry)
+        assert "a dataset of this run is missing" in told and "give its new path on --resume" in told
     told = begun.refused(*RESUMED, "--tasks.train.0.path", "elsewhere/letters.jsonl")
     assert "model 'model' is not a folder here" in told and "or give a local folder (--model.path)" in told
     moved = ("--model.path", "elsewhere/model", "--tasks.train.0.path", "elsewhere/letters.jsonl")
@@ -143,8 +142,9 @@ def test_a_model_with_another_tokenizer_is_no_model_that_was_moved(begun: Say) -
     other = Path(shutil.copytree("model", "other"))
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "truncation": None, "padding": None}))
-    told = begun.refused(*RESUMED, "--model.path", "other")
-    assert "other is not the model that the run started from: tokenizer.json is different" in told
+    for dry in ([], ["--dry-run"]):
+        told = begun.refused(*RESUMED, "--model.path", "other", *dry)
+        assert "other is not the model that the run started from: tokenizer.json is different" in told
     begun.done(*RESUMED, "--model.path", "model")
 
 
@@ -156,6 +156,8 @@ def test_a_resume_accepts_other_weights_unless_they_are_the_reference(
     say_done = (*BEGUN, "--algorithm.kl_coef", kl_coef)
     assert cli.main([*say_done[:-4], "--steps", "2", "--algorithm.kl_coef", kl_coef]) == 0
     argv = (*RESUMED, "--model.path", "out/checkpoints/step_2", "--steps", "4")
+    ends = [Path(folder, "generation_config.json").read_bytes() for folder in ("model", "out/checkpoints/step_2")]
+    assert ends[0] != ends[1], "a checkpoint states the ends of the run"
     if kl_coef == "0":
         say.done(*argv)
     else:

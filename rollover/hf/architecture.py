@@ -128,10 +128,7 @@ _COUNTS = (
 
 
 class LayerShape(NamedTuple):
-    """The traits by which one layer differs from the others.
-
-    Example: ``LayerShape(window=4096)`` attends to a token and the 4,095 before it.
-    """
+    """The traits by which one layer differs from the others."""
 
     window: int | None = None
     """The tokens that a token attends to, itself included; ``None`` for all."""

@@ -10,11 +10,7 @@ Values = Mapping[str, float]
 
 
 class Curve(NamedTuple):
-    """One curve of a figure.
-
-    Example: ``Curve("groups", lambda step: 1 - step["reward/groups_with_signal"])`` is 0.25 at a step with signal in
-    three of four groups.
-    """
+    """One curve of a figure."""
 
     name: str
     value: Callable[[Values], float]

@@ -38,11 +38,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run in numbers.
-
-    Example: with ``decoded_tokens=10_000``, ``trained_tokens=9_000`` and ``live_tokens=400``, the causes in
-    ``wasted_tokens`` add up to 600.
-    """
+    """One run in numbers."""
 
     num_steps: int
     loop_s: float | None

@@ -39,10 +39,7 @@ _NUM_LANES = 16
 
 
 class PromptSource(Protocol):
-    """Gives prompts by number.
-
-    Example: ``source.prompt(41)`` of a file of 20 rows is a row of the third epoch, called ``file/7@2``, say.
-    """
+    """Gives prompts by number."""
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
@@ -244,11 +241,7 @@ Example = tuple[tuple[int, ...], tuple[int, ...]] | tuple[tuple[int, ...], tuple
 
 
 class Lesson(Protocol):
-    """Shows how an episode goes on a prompt.
-
-    Example: for a sum and a calculator, ``example(prompt, is_bare=False)`` has the operations, their results, which the
-    model does not learn to write, and the answer.
-    """
+    """Shows how an episode goes on a prompt."""
 
     def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
         """Return all turns and the answers between them; with ``is_bare``, the last turn alone."""

@@ -6,11 +6,7 @@ from typing import Any, Protocol
 
 
 class DatasetRows(Protocol):
-    """Gives the rows of a dataset by number, from 0; the same row for the same number, however often it is asked.
-
-    Example: of a file with the lines ``{"question": "1+1"}`` and ``{"question": "2+2"}``, ``num_rows`` is 2,
-    ``rows[1]`` is ``{"question": "2+2"}`` and ``rows.where(1)`` is ``"sums.jsonl, line 2"``.
-    """
+    """Gives the rows of a dataset by number, from 0; the same row for the same number, however often it is asked."""
 
     @property
     def num_rows(self) -> int | None:

@@ -23,11 +23,7 @@ from rollover.trainer.world import World
 
 
 class ContextGroup:
-    """The ranks that share a row: ``size`` neighbours among the ranks of a world, from the viewpoint of one of them.
-
-    Example: on 4 ranks with ``context_parallel = 2``, rank 3 is at ``place`` 1 of ``size`` 2, beside rank 2, and
-    ``gather(x)`` on both is ``[x of rank 2, x of rank 3]``.
-    """
+    """The ranks that share a row: ``size`` neighbours among the ranks of a world, from the viewpoint of one of them."""
 
     def __init__(self, world: World, size: int) -> None:
         self.size = size
@@ -71,8 +67,6 @@ def open_context(world: World, size: int) -> ContextGroup | None:
 class RowShare:
     """The share of one of C ranks in a row of N positions with T targets: ``n = ceil(N / C)`` positions, of which those
     past the end are padding to which nothing attends, and the ``t`` targets that these predict.
-
-    Example: with 5 positions on 2 ranks, the second has positions 3 and 4 and one of padding.
     """
 
     context: ContextGroup

@@ -15,8 +15,6 @@ def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
     """Return the device of each rank by PyTorch's name.
 
     Raises ``ConfigError`` when there are too few, or ranks cannot communicate.
-
-    Example: with ``num_devices = 2``, ``("cuda:0", "cuda:1")`` if there are GPUs, else ``("cpu", "cpu")``.
     """
     num, kind, key = config.num_devices, config.device, f"{config.section}.num_devices"
     if kind == "auto":

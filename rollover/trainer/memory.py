@@ -254,10 +254,7 @@ def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Adds up the storages that operations allocate within its context, until nothing refers to them any more.
-
-    Example: ``x + 1`` of 4,096 float32 values raises ``now`` by 16,384 for as long as the result lives.
-    """
+    """Adds up the storages that operations allocate within its context, until nothing refers to them any more."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

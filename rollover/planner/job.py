@@ -100,7 +100,7 @@ def plan(request: PlanRequest) -> None:
         made = make_plan(fleet, spec)
     if not request.quick:
         with console.status("simulating, and planning alternatives"):
-            made = _checked(lengths, made)
+            made = _checked(lengths, made, spec)
     show(console, made)
     if isinstance(lengths, Trace) and (lacking := lengths.missing_siblings(request.group_size)):
         console.print(f"- {lacking}", markup=False)
@@ -141,12 +141,12 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
     )
 
 
-def _checked(lengths: Lengths, made: Plan) -> Plan:
+def _checked(lengths: Lengths, made: Plan, spec: PlanSpec) -> Plan:
     """Add the simulated rate and the alternatives."""
     return replace(
         made,
         simulated_steps_per_s=check(made, lengths.workload()).steps_per_s,
-        alternatives=alternatives(made),
+        alternatives=alternatives(made, spec.launchable),
     )
 
 
@@ -195,12 +195,12 @@ def scenario(plan: Plan) -> Scenario:
     )
 
 
-def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """List the feasible alternatives, fastest first."""
-    return tuple(sorted(_of_one_type(plan), key=lambda a: (-a.steps_per_s, a.name)))
+def alternatives(plan: Plan, launchable: Server | None = None) -> tuple[Alternative, ...]:
+    """List the feasible alternatives, fastest first: with ``launchable`` only what such servers can run."""
+    return tuple(sorted(_of_one_type(plan, launchable), key=lambda a: (-a.steps_per_s, a.name)))
 
 
-def one_type(plan: Plan, device: Device, count: int) -> Plan | None:
+def one_type(plan: Plan, device: Device, count: int, launchable: Server | None = None) -> Plan | None:
     """Return the best plan on ``count`` devices of one kind, or ``None``. They stand in the fleet's own nodes, and in
     further ones as large as the largest of these."""
     kind = _kind(device)
@@ -212,7 +212,7 @@ def one_type(plan: Plan, device: Device, count: int) -> Plan | None:
         nodes.append(replace(own[len(nodes)], num_devices=min(own[len(nodes)].num_devices, left)))
     nodes = [replace(node, device=replace(kind, node_size=max(n.num_devices for n in nodes))) for node in nodes]
     bound, tail = plan.problem.max_staleness, plan.problem.tail
-    spec = PlanSpec(model=plan.model, workload=plan.workload, max_staleness=bound, tail=tail)
+    spec = PlanSpec(model=plan.model, workload=plan.workload, max_staleness=bound, tail=tail, launchable=launchable)
     fleet = replace(plan.fleet, nodes=tuple(nodes), budget_per_hour=None)
     try:
         return make_plan(alone(fleet, range(len(nodes))), spec) if nodes else None
@@ -225,7 +225,7 @@ def _kind(device: Device) -> Device:
     return replace(device, name=device.name.partition("@")[0], node_size=1)
 
 
-def _of_one_type(plan: Plan) -> Iterator[Alternative]:
+def _of_one_type(plan: Plan, launchable: Server | None) -> Iterator[Alternative]:
     """Plan as many devices of one kind as the plan's cost buys; if prices are missing, as many as the fleet has."""
     money = plan.solution.cost_per_hour
     first = {_kind(device): device for device in reversed(plan.fleet.devices)}
@@ -237,7 +237,7 @@ def _of_one_type(plan: Plan) -> Iterator[Alternative]:
         if money is not None and device.price_per_hour is not None:
             count = int(money / device.price_per_hour * (1 + 1e-9))
             label = f"{name} alone, for the same money"
-        if (found := one_type(plan, device, count)) is not None:
+        if (found := one_type(plan, device, count, launchable)) is not None:
             yield Alternative(
                 name=label,
                 steps_per_s=found.solution.steps_per_s,

@@ -46,9 +46,18 @@ _SHORT = 1e-3
 """Fraction of a requested rate that may be missing: the solver's tolerance."""
 
 
+class _NoneFound(PlanError):
+    def __init__(self, remark: str = "") -> None:
+        super().__init__(
+            f"no plan satisfies its limits on these nodes and the links between them{remark}: allow more devices,"
+            " staleness or budget, a lower target, faster links or a weaker --tail"
+        )
+
+
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """Make the best plan found: the fastest, or with a target the cheapest that reaches it. Raises ``PlanError`` if
     nothing satisfies the limits."""
+    found: list[Plan] = []
     best: Plan | None = None
     refused: PlanError | None = None
     everything = tuple(range(len(fleet.nodes)))
@@ -59,13 +68,17 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
             try:
-                made = best_of_rounds(spec, typed, nodes, inside)
-                best = made if best is None or _is_better(made, best) else best
+                found.append(best_of_rounds(spec, typed, nodes, inside))
+                best = _best(found)
             except PlanError as error:
                 refused = refused or error
     if best is None:
         assert refused is not None
-        raise refused
+        if spec.target_steps_per_s is None or not isinstance(refused, _NoneFound):
+            raise refused
+        fastest = make_plan(fleet, replace(spec, target_steps_per_s=None)).solution.steps_per_s
+        rate = fastest * step_tokens(spec.workload)
+        raise _NoneFound(f" (without the target, the fastest has {rate:,.0f} tokens/s)")
     return best
 
 
@@ -194,7 +207,6 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: t
     """Return the best plan found that may use all of ``nodes``, of the plans that train in each node of the types
     ``inside``. Raises ``PlanError`` if nothing satisfies the limits."""
     part, topology, model, target = alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
-    fastest = "there is none either"
     networks: dict[str, Link] = {}
     met: list[Problem] = []
     found: list[Plan] = []
@@ -206,8 +218,6 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: t
         solved = solve_finely(problem, devices, model)
         if solved is None and not rounds and target:  # the fastest plan may reach it on its links
             solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model)
-            if solved is not None:
-                fastest = f"the fastest has {solved[1].steps_per_s * step_tokens(spec.workload):,.0f} tokens/s"
         if solved is None:
             break
         problem, solution = solved
@@ -238,12 +248,8 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: t
         met.append(real.problem)
         networks = {**networks, **real.networks}
     if not found:
-        tried = f"; without the target, {fastest}" if target else ""
-        raise PlanError(
-            f"no plan satisfies its limits on these nodes and the links between them ({len(rounds)} were tried{tried}):"
-            " allow more devices, staleness or budget, a lower target, faster links or a weaker --tail"
-        )
-    return replace(min(found, key=rank), rounds=tuple(rounds))
+        raise _NoneFound
+    return replace(_best(found), rounds=tuple(rounds))
 
 
 def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape) -> tuple[Problem, Solution] | None:
@@ -282,16 +288,21 @@ def _promising(demand: RateDemand) -> Iterator[int]:
                 yield c
 
 
-def rank(plan: Plan) -> tuple[float, float]:
-    """Return the sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
-    rate, cost = plan.solution.steps_per_s, plan.cost_per_hour or 0.0
-    return (-rate, cost) if plan.problem.target_steps_per_s is None else (cost, -rate)
+def _best(found: Sequence[Plan]) -> Plan:
+    """Return the cheapest plan that reaches the target or, without one, the rate of the fastest to the gap. A plan that
+    needs a more intricate fleet must be cheaper by more than the gap."""
+    rates = (plan.solution.steps_per_s for plan in found)
+    least = max(rates) * (1 - GAP) if found[0].problem.target_steps_per_s is None else 0.0
+    best, *others = (plan for plan in found if plan.solution.steps_per_s >= least)
+    for plan in others:
+        mine, its = _rank(plan), _rank(best)
+        if mine < its if plan.fleet == best.fleet else mine[0] < its[0] * (1 - GAP):
+            best = plan
+    return best
 
 
-def _is_better(plan: Plan, best: Plan) -> bool:
-    """Return whether a plan ranks before ``best``: by more than the gap if it needs a more intricate fleet."""
-    mine, its = rank(plan), rank(best)
-    return mine < its if plan.fleet == best.fleet else mine[0] < its[0] - GAP * abs(its[0])
+def _rank(plan: Plan) -> tuple[float, float]:
+    return plan.cost_per_hour or 0.0, -plan.solution.steps_per_s
 
 
 def _in_fleet(placement: Placement, nodes: Sequence[int]) -> Placement:

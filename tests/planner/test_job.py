@@ -129,6 +129,11 @@ def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refuse
     assert cli.main([*argv, "--server", "embedded_server"]) == 0
     made = TypeAdapter(Plan).validate_json((folder / "p.json").read_text())
     assert {kind.num_devices for kind in made.problem.replica_kinds} == {1}
+    (folder / "one.toml").write_text('[[nodes]]\ndevice = "h100-sxm"\nnum_devices = 8\n')
+    whole = [word for word in argv if word != "--quick"]
+    assert cli.main(["plan", "one.toml", *whole[2:]]) == 0
+    made = TypeAdapter(Plan).validate_json((folder / "p.json").read_text())
+    assert [a.steps_per_s for a in made.alternatives] == [made.solution.steps_per_s], "the same devices, launchable too"
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | experts))
     said = refused("--for-launch", "--server", "embedded_server")

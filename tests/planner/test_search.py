@@ -14,6 +14,7 @@ import pytest
 
 from rollover.devices.records import Device, LengthBucket, Link
 from rollover.errors import PlanError
+from rollover.planner.plan import step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
 from rollover.planner.search import make_plan
@@ -123,6 +124,26 @@ def test_a_target_counts_on_the_links_of_the_placement() -> None:
     assert make_plan(narrow, replace(spec, target_steps_per_s=0.995 * fastest)).solution.steps_per_s > 0.99 * fastest
     with pytest.raises(PlanError):
         make_plan(narrow, replace(spec, target_steps_per_s=1.05 * fastest))
+
+
+def test_a_refused_target_is_told_the_rate_of_the_fastest_part() -> None:
+    """One of the nodes alone has 56 times the rate of both over the link between them."""
+    two = fleet(1e7, FAST, counts=(2,))
+    told = f"the fastest has {rate(two, 1) * step_tokens(SPEC):,.0f} tokens/s"
+    with pytest.raises(PlanError, match=told):
+        make_plan(two, PlanSpec(model=MODEL, workload=SPEC, max_staleness=1, target_steps_per_s=100.0))
+
+
+def test_the_cheapest_of_almost_equal_parts_is_chosen() -> None:
+    """A reward of 100 s leaves a faster device nothing to gain."""
+    dear, cheap = (
+        replace(FAST, name="d", price_per_hour=3.0, flops=1.05 * FAST.flops),
+        replace(FAST, price_per_hour=1.0),
+    )
+    spec = PlanSpec(model=MODEL, workload=replace(SPEC, reward_s=100.0), max_staleness=1)
+    plans = [make_plan(fleet(1e8, *types, counts=[1] * len(types)), spec) for types in ((dear,), (dear, cheap))]
+    assert plans[0].solution.steps_per_s * (1 - GAPS) < plans[1].solution.steps_per_s < plans[0].solution.steps_per_s
+    assert plans[1].used == {"a": 2} and plans[1].cost_per_hour == 2.0
 
 
 @pytest.mark.parametrize("number", [0, 5, 23, 29, 40, 42])

@@ -74,11 +74,7 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """The loss of each token before correction and aggregation, with flags for what the clip did to it.
-
-    Example: with ``ppo_clip`` and ``clip_high=0.2``, a token with ratio 1.5 and advantage 1 has loss -1.2, and its
-    ``high_T`` is true.
-    """
+    """The loss of each token before correction and aggregation, with flags for what the clip did to it."""
 
     loss_T: Tensor
     ratio_T: Tensor

@@ -19,11 +19,7 @@ from rollover.algorithms.registry import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionFactors:
-    """Factors on the losses of a micro-batch's tokens; constant, one entry per token unless named otherwise.
-
-    Example: with ``correction = "tis"`` and bounds (0, 2), a token with ``rho`` 3 has factor 2 and is marked as
-    truncated.
-    """
+    """Factors on the losses of a micro-batch's tokens; constant, one entry per token unless named otherwise."""
 
     factor_T: Tensor
     """Multiplies the token's loss; 0 if the token is rejected."""

@@ -67,11 +67,7 @@ LAGS = ("0", "1", "2", "3plus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMetrics:
-    """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp.
-
-    Example: when 16 tokens of a batch belong to a group of equal rewards and there is no KL term, ``untrained()``
-    returns ``{WasteCause.ZERO_ADVANTAGE: 16}``.
-    """
+    """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp."""
 
     token_sums_L: dict[str, Tensor]
     """Quantities summed over the unmasked tokens, per lag bin; ``trained`` counts tokens with a gradient."""

@@ -39,11 +39,7 @@ class MetricRow:
 
 
 class Sink(Protocol):
-    """A place where rows go besides the file.
-
-    Example: ``sink.write(MetricRow(kind="step", step=12, time_s=84.2, values={"loss":
-    0.02}))`` on a ``TensorBoardSink`` adds the point (12, 0.02) to the curve ``loss``.
-    """
+    """A place where rows go besides the file."""
 
     def write(self, row: MetricRow) -> None: ...
 

@@ -116,6 +116,12 @@ class RunDir:
             if key != "git_commit" and began_with.get(key, value) != value
         ]
 
+    def changed_measure(self, config: RunConfig) -> list[str]:
+        """List the settings of evaluations, as ``config`` has them, that change what they measure."""
+        same = ("every_steps", "keep_best", "patience", "metric", "workers", "retries", "path")
+        changed = map(dotted, _differing(derived_config(self.path), config))
+        return [key for key in changed if key.startswith(("eval.", "tasks.eval")) and not key.endswith(same)]
+
     def settle(self) -> None:
         """Record the config under which the run continues, now that every part of it is open. A resume that fails
         earlier leaves the run with its old settings."""

@@ -332,4 +332,9 @@ def _resumed(
             f" others ({'; '.join(changed)}): it continues with the batches on record, but its weights may differ"
             " from the weights of a run that was never stopped"
         )
+    if measure := run.changed_measure(config):
+        progress.message(
+            f"evaluations measure something else from now on ({', '.join(measure)} changed): the accuracies before are"
+            " no longer comparable, but eval.keep_best, eval.patience and the closing table compare them"
+        )
     return state

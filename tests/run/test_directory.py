@@ -118,6 +118,16 @@ def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 7
 
 
+def test_settings_that_change_what_evaluations_measure_are_named(tmp_path: Path) -> None:
+    directory.create(build_config("quickstart"), tmp_path).close()
+    same = ("--eval.every_steps", "7", "--eval.patience", "3", "--tasks.eval.0.reward.workers", "1")
+    other = ("--eval.temperature", "0.5", "--tasks.eval.0.reward.pass_score", "0.5")
+    for changes, named in ((same, []), ((*same, *other), ["eval.temperature", "tasks.eval.0.reward.pass_score"])):
+        config, run = directory.open_for_resume(tmp_path, changes)
+        with run:
+            assert sorted(run.changed_measure(config)) == named
+
+
 def resumed(path: Path, command: str) -> None:
     with directory.open_for_resume(path, [], [command])[1] as run:
         run.settle()

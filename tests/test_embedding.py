@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import EXTRAS
-from rollover.rollout.journal import Journal
+from rollover.rollout.events import SegmentEnded
+from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategies import STRATEGIES
 from tests.speed import within
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +61,30 @@ def run(program: str, folder: Path, printed: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_the_first_program_is_the_same_for_every_strategy(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is recorded under the version that sampled it, and no call is longer than its budget."""
+    monkeypatch.chdir(tmp_path)
+    own = {"april": '"over_sampling_batch_size": 6', "token_budget": '"tokens_per_round": 5'}.get(kind, "")
+    bound = "" if STRATEGIES[kind].on_policy else '"max_staleness": 3, '
+    program = PROGRAMS[0][0]
+    for old, new in (
+        ('"april"', f'"{kind}"'),
+        ('"max_staleness": 3, "over_sampling_batch_size": 6', bound + own),
+        ("max_context_tokens=4096", "max_context_tokens=4096, in_flight_update=True"),
+        ("self.noise.randrange(20)", "self.noise.randrange(20) and 1 + self.version"),
+    ):
+        assert old in program
+        program = program.replace(old, new)
+    exec(program, {})
+    segments = [e.segment for _, e in read_events(Path("journal.sqlite")) if isinstance(e, SegmentEnded)]
+    assert {s.policy_version for s in segments} >= {0, 1, 2}
+    assert all({*s.token_ids} <= {0, 1 + s.policy_version} for s in segments)
+    assert (max(len(s.token_ids) for s in segments) == 5) is (kind == "token_budget")
 
 
 def test_the_journal_of_the_first_program_is_one_that_a_run_could_resume(tmp_path: Path) -> None:

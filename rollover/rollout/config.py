@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from rollover.engine.base import Capabilities
+from rollover.errors import ConfigError
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, AnyStrategyConfig, AprilConfig
 from rollover.rollout.strategy import Strategy
@@ -50,7 +51,7 @@ def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
             ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
 
     Raises:
-        ConfigError: there is no such strategy or setting, or a value that cannot work.
+        ConfigError: there is no such strategy or setting, or a value or an engine that cannot work.
 
     Examples:
         >>> engine = Capabilities(max_running=16, max_context_tokens=4096)
@@ -62,7 +63,13 @@ def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
     options = {name: value for name, value in settings.items() if name in own}
     shared = {name: value for name, value in settings.items() if name not in own}
     document = Document(name=f"strategy({kind!r})", data={**shared, "strategy": {"kind": kind, **options}})
-    return build(RolloutConfig, document).build_strategy(engine)
+    config = build(RolloutConfig, document)
+    if config.strategy.needs_in_flight_update and not engine.in_flight_update:
+        raise ConfigError(
+            f"strategy({kind!r}) loads weights while samples are running, and this engine cannot"
+            " (Capabilities.in_flight_update): choose another strategy"
+        )
+    return config.build_strategy(engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from rollover.engine.base import Capabilities
 from rollover.errors import ConfigError
-from rollover.rollout.config import RolloutConfig
+from rollover.rollout.config import RolloutConfig, strategy
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, AprilConfig
 from rollover.settings.schema import build
 from rollover.settings.toml import Document, parse
 from rollover.sim.strategies import SIMULATED, SimulatedRollout
 from tests.rollout.kit import NAMES, config_of, strategy_of
+
+
+def test_a_strategy_that_the_engine_cannot_run_is_refused() -> None:
+    can = Capabilities(max_running=4, max_context_tokens=64, in_flight_update=True)
+    assert strategy("inflight", can).max_staleness > 0
+    with pytest.raises(
+        ConfigError, match=r"strategy\('inflight'\) loads weights while .*Capabilities\.in_flight_update"
+    ):
+        strategy("inflight", replace(can, in_flight_update=False))
 
 
 def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:

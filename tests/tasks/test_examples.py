@@ -107,6 +107,15 @@ def test_a_response_ends_where_its_text_ends_whatever_it_spells_out(tmp_path: Pa
     assert [token for token in response if token in thoughts] == (thoughts if "<think>" in text else [])
 
 
+def test_a_number_is_taught_as_the_text_that_its_reward_expects(tmp_path: Path) -> None:
+    """Libraries of tables write whole numbers with a fraction in a column in which one is missing."""
+    (path := tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"question": "?", "answer": {n}}}\n' for n in (5.0, 2.5, 7))
+    )
+    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
+    assert sorted(answer for _, answer in shown(config, 3)) == ["2.5", "5", "7"]
+
+
 def test_a_thought_after_a_prompt_that_has_closed_its_thought_is_refused(tmp_path: Path) -> None:
     path, closed = tmp_path / "rows.jsonl", "1+1? <think>\n\n</think>"
     config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())

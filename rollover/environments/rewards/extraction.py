@@ -99,6 +99,12 @@ def reference_answer(spec: RewardSpec, columns: Mapping[str, Any]) -> Any:
     return read_column(columns, spec.answer_column) if found is None or found.reply is None else found.reply
 
 
+def answer_text(answer: Any) -> str:
+    """Write an answer as text: a number without a fraction as a whole one, since it is 5.0 in a column with a gap."""
+    is_whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1e15
+    return str(int(answer) if is_whole else answer)
+
+
 def reference_texts(spec: RewardSpec, columns: Mapping[str, Any], how: ReferenceExtraction) -> list[str]:
     """Read the reference answer, or the list of right ones, as texts. Raises ``RewardError`` when one is blank or
     neither text nor a number, or lacks a ``####``."""
@@ -108,8 +114,7 @@ def reference_texts(spec: RewardSpec, columns: Mapping[str, Any], how: Reference
         if isinstance(one, bool) or not isinstance(one, (str, int, float)):
             shown = json.dumps(one, default=str)[:60]
             raise RewardError(f"the reference answer {shown} is neither text nor a number; set answer_column to text")
-        whole = isinstance(one, float) and one.is_integer() and abs(one) < 1e15  # 5.0 in a column with a gap
-        text = extract_answer(str(int(one) if whole else one), how)
+        text = extract_answer(answer_text(one), how)
         if not text:
             lack = "has no '####'" if text is None else "is blank"
             raise RewardError(f"the reference answer {str(one)[-60:]!r} {lack} (reward.reference_extract = {how!r})")

@@ -13,6 +13,7 @@ from rollover.environments.columns import has_value, parsed, read_column, read_c
 from rollover.environments.episodes import EnvironmentConfig
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.rewards.extraction import answer_text
 from rollover.errors import DataError, RewardError
 from rollover.settings.changes import Changeable
 from rollover.settings.shape import ByKind
@@ -195,7 +196,7 @@ class DatasetSettings(SourceSettings):
             )
         if not isinstance(text := read_column(prompt.columns, column), str | int | float):
             raise NoAnswer(f"{where}: column {column!r} is {type(text).__name__}, and only text can be taught")
-        return str(text)
+        return answer_text(text)
 
     def _not_empty(self, rows: DatasetRows) -> DatasetRows:
         if rows.num_rows == 0:

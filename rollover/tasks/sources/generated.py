@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rollover.environments.rewards.extraction import answer_text
 from rollover.environments.user_function import check_import, import_function
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnSettings
@@ -46,7 +47,7 @@ class GeneratedConfig(SourceSettings):
         """Return the row's ``answer``."""
         if "answer" not in prompt.columns:
             raise DataError(f"prompt {prompt.prompt_id}: {self.function} returned no 'answer' to learn from")
-        return str(prompt.columns["answer"])
+        return answer_text(prompt.columns["answer"])
 
 
 class GeneratedRows:

@@ -22,7 +22,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.scratch is None):
-            seen = "neither" if self.path is None else "both"
+            seen = "neither" if self.path is None else "both: unset one with none (--model.scratch none)"
             raise ValueError(f"give either model.path or a table model.scratch, got {seen}")
 
 

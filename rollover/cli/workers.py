@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollover.errors import ConfigError, RolloverError, require
+from rollover.errors import ConfigError, RolloverError, RunError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.coordinator.status.snapshot import SwarmStatus
@@ -34,7 +34,14 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
     from rollover.report.record import read_config
 
     require("msgspec", "cryptography", purpose="rollover workers")
-    read_config(run)  # a folder that no run has made is refused
+    config = read_config(run)  # a folder that no run has made is refused
+    if variants := config.get("variants"):
+        raise RunError(
+            f"{run} is a comparison, and each of its runs has a swarm of its own: give the one that runs now,"
+            f" {' or '.join(str(run / name) for name in variants)}"
+        )
+    if (kind := (config.get("engine") or {}).get("kind", "swarm")) != "swarm":
+        raise RunError(f"{run} has no swarm: its engine.kind is {kind!r}; only runs with 'swarm' have workers")
     given = [f"--{key}" for key, name in (("add", add), ("revoke", revoke), ("trust", trust)) if name is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} cannot be combined: give one of them at a time")

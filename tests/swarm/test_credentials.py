@@ -93,7 +93,14 @@ def test_the_command_lists_adds_and_revokes(
     (run / "config.json").write_text('{"model_type": "qwen3"}')
     assert cli.main(["workers", str(run), "--add", "kitchen"]) == 2
     assert "is not a run directory: its config.json was not written by a run" in capsys.readouterr().err
-    (run / "config.json").write_text('{"meta": {}}')
+    for other, message in (
+        ('"engine": {"kind": "embedded"}', f"{run} has no swarm: its engine.kind is 'embedded'"),
+        ('"engine": {"kind": "swarm"}, "variants": {"a": {}, "b": {}}', f"{run / 'a'} or {run / 'b'}"),
+    ):
+        (run / "config.json").write_text(f'{{"meta": {{}}, {other}}}')
+        assert cli.main(["workers", str(run), "--add", "kitchen"]) == 2
+        assert message in capsys.readouterr().err and not [*(run / "swarm").iterdir()]
+    (run / "config.json").write_text('{"meta": {}, "engine": {"kind": "swarm"}, "variants": {}}')
     assert cli.main(["workers", str(run)]) == 2
     assert "has no swarm" in capsys.readouterr().err
     assert cli.main(["workers", str(run), "--out", "x"]) == 2

@@ -25,11 +25,7 @@ _LEAST_GAIN = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The devices of one type that training and rollout need.
-
-    Example: ``train_devices=8, train_block=4, replica_blocks={2: 6}`` needs two training stages of 4 devices and six
-    rollout stages of 2.
-    """
+    """The devices of one type that training and rollout need."""
 
     train_devices: int = 0
     train_block: int = 1
@@ -44,10 +40,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The numbers of devices of an island that train and that generate rollouts; the rest are idle.
-
-    Example: ``Shares(train=4, rollout=3)`` on an island of 8 devices leaves one idle.
-    """
+    """The numbers of devices of an island that train and that generate rollouts; the rest are idle."""
 
     train: int
     rollout: int
@@ -55,11 +48,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one training step moves inside the training set and out of it.
-
-    Example: ``Traffic(train=3.2e10, sync=1.6e10)``: a plan whose training set exchanges 32 GB per step and publishes 16
-    GB of weights.
-    """
+    """Bytes that one training step moves inside the training set and out of it."""
 
     train: float
     """Traffic inside the training set: data-parallel and pipeline."""

@@ -35,11 +35,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines.
-
-    Example: ``Pipeline(member=0, stages=(Stage(node=0, devices=(0, 1)), Stage(node=1, devices=(0, 1))))`` runs the
-    first half of the layers on node 0 and the second on node 1.
-    """
+    """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines."""
 
     member: int
     """Index of the training part in its plan, or of the replica's kind among the kinds in use."""
@@ -52,11 +48,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The places of all parts of a solution.
-
-    Example: the placement of a trainer with dp 2 and of three replicas has 2 pipelines in ``training`` and 3 in
-    ``replicas``.
-    """
+    """The places of all parts of a solution."""
 
     training: tuple[Pipeline, ...]
     replicas: tuple[Pipeline, ...]

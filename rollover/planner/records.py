@@ -27,10 +27,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The nodes to plan with, their links and the budget; at most ``MAX_DEVICES`` devices.
-
-    Example: of two nodes of 8 H800 and four of 8 H20 the ``stock`` has 16 and 32.
-    """
+    """The nodes to plan with, their links and the budget; at most ``MAX_DEVICES`` devices."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -65,11 +62,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """The devices of a type that may be used.
-
-    Example: ``Supply(device="h20", count=14, price_per_hour=1.85, node_sizes=(7, 7))`` offers 14 H20, of which 8 are in
-    whole blocks of 4.
-    """
+    """The devices of a type that may be used."""
 
     device: str
     count: int

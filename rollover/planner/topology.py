@@ -30,10 +30,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Links between nodes, which are numbered as in the fleet.
-
-    Example: two nodes with 400 GB/s inside and 25 GB/s between them have ``widths=[[4e11, 2.5e10], [2.5e10, 4e11]]``.
-    """
+    """Links between nodes, which are numbered as in the fleet."""
 
     fleet: Fleet
     widths: Floats

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from rollover.algorithms.config import resolve
 from rollover.devices.costs import passes
 from rollover.devices.costs.records import ReplicaKind
-from rollover.errors import ConfigError, PlanError
+from rollover.devices.model_shape import read_shape
+from rollover.errors import ConfigError, ModelError, PlanError
 from rollover.planner.plan import Plan
 from rollover.run.building import SettingsLayer, build_config, replaced, written_kind
 from rollover.run.config import RunConfig, longest_tokens
@@ -69,7 +70,8 @@ def launched_config(
     plan: Plan, config: str, overrides: Sequence[str], *, name: str = "the plan"
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config of a run of ``plan``: the user's file, with the plan's settings in place of its own, and then
-    the overrides. Also return one line for each setting of the file that the plan replaces by a different value.
+    the overrides. Also return one line for each setting of the file that the plan replaces by a different value, and
+    one if the plan was made for a model of another size.
 
     Args:
         name: the plan's file, for messages.
@@ -90,7 +92,22 @@ def launched_config(
         )
     layer = SettingsLayer(name=name, settings=plan_settings(plan, kind, longest_tokens(asked)))
     notes = (_replacement(key, old, new) for key, old, new in replaced(config, overrides, layer))
-    return build_config(config, overrides, layer), tuple(notes)
+    return build_config(config, overrides, layer), (*notes, *_other_size(plan, asked.model.path))
+
+
+def _other_size(plan: Plan, path: str | None) -> Iterator[str]:
+    """Say that the model in a folder is not of the size of the plan's."""
+    if path is None or not Path(path).is_dir():
+        return
+    try:
+        own, planned = read_shape(path).parameters, plan.model.parameters
+    except ModelError:
+        return
+    if own != planned:
+        yield (
+            f"the plan was made for {plan.model.name} ({planned / 1e9:.3g} billion parameters), but {path} has"
+            f" {own / 1e9:.3g} billion: make another with rollover plan --model {path}"
+        )
 
 
 def _replacement(key: str, old: Any, new: Any) -> str:

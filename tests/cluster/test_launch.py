@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rollover.planner.plan import Plan
 from rollover.run.launching import check_types, launched_config, plan_settings, read_plan, who_goes_where
 from tests.planner.test_doubts import pipelined
 from tests.planner.test_doubts import plan as plan  # a fixture
+from tests.planner.test_plan import QWEN_7B
 from tests.runs import CONFIG, UNSEEN
 
 ENGINE = "[engine]\nkind = 'embedded_server'\nkv_cache_bytes = 4194304\nstream_interval_tokens = 2\n"
@@ -161,6 +163,17 @@ def test_servers_have_context_for_all_that_the_run_generates(plan: Plan, tmp_pat
         for group in config.cluster.engines:
             context = group.args[group.args.index("--max-model-len") + 1]
             assert context == str(config.tasks.max_prompt_tokens + tokens)
+
+
+@pytest.mark.parametrize(("num_layers", "others"), [(28, 0), (56, 1)])
+def test_a_plan_for_a_model_of_another_size_is_said(plan: Plan, tmp_path: Path, num_layers: int, others: int) -> None:
+    (tmp_path / "run.toml").write_text(VLLM_RUN)
+    shape = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | shape | {"num_hidden_layers": num_layers}))
+    notes = launched_config(plan, str(tmp_path / "run.toml"), ("--model.path", str(tmp_path)))[1]
+    assert [note.split(":")[0] for note in notes if "made for" in note] == others * [
+        f"the plan was made for qwen-1.5b (1.78 billion parameters), but {tmp_path} has 3.09 billion"
+    ]
 
 
 def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:

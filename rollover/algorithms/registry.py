@@ -22,10 +22,7 @@ from rollover.types import FinishReason, is_moderate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRow:
-    """Facts about an advantage that matter before one is computed.
-
-    Example: ``ADVANTAGES["history"].compares`` is ``"history"``: it needs samples that are trained one by one.
-    """
+    """Facts about an advantage that matter before one is computed."""
 
     compares: Literal["siblings", "batch", "history"]
     """The rewards that a reward is compared with: the rewards of its group, of the whole batch, or earlier ones."""
@@ -54,10 +51,7 @@ ADVANTAGES: dict[str, AdvantageRow] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveRow:
-    """Facts about an objective that matter before a loss is computed.
-
-    Example: ``OBJECTIVES["reinforce"].has_ratio`` is false, so ``clip_low`` has no effect beside it.
-    """
+    """Facts about an objective that matter before a loss is computed."""
 
     has_ratio: bool
     """True if it weights tokens by the ratio of two policies, which is clipped."""

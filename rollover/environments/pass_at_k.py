@@ -23,10 +23,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MeanEstimate:
-    """Holds a mean over prompts and its standard error.
-
-    Example: the values 0 and 1 of two prompts give ``MeanEstimate(mean=0.5, standard_error=0.5)``.
-    """
+    """Holds a mean over prompts and its standard error."""
 
     mean: float
     standard_error: float | None
@@ -35,11 +32,7 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRow:
-    """Holds one line of the table: one dataset, or all of them together.
-
-    Example: 200 prompts of ``eval/sums`` with one sample each, 90 of them right: ``reward.mean`` is 0.45, and its
-    standard error 0.035.
-    """
+    """Holds one line of the table: one dataset, or all of them together."""
 
     source: str
     num_prompts: int

@@ -67,18 +67,13 @@ def lengths(values: Sequence[int]) -> LengthSummary | None:
 
 
 def mean_reward(rewards: Sequence[float]) -> float:
-    """Return the mean of rewards whose sum may overflow: journals of earlier versions hold any finite ones.
-
-    Example: ``mean_reward([1e308, 1e308])`` is 1e308.
-    """
+    """Return the mean of rewards whose sum may overflow: journals of earlier versions hold any finite ones."""
     return ldexp(fmean(ldexp(reward, -64) for reward in rewards), 64)
 
 
 def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple[float, float]]]:
     """Return (step, (mean length of the responses above the mean reward of the step's batch, and of those below)), for
     the steps that have both.
-
-    Example: right answers of 10 and 30 tokens and a wrong answer of 50 tokens in step 3 make ``(3.0, (20.0, 50.0))``.
     """
     by_step: dict[int, list[SampleTrace]] = {}
     for sample in samples:
@@ -97,8 +92,6 @@ def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple
 def failure_kind(reason: str) -> str:
     """Return what failures of a kind have in common: the beginning of their reason without words that have digits, such
     as ids.
-
-    Example: ``failure_kind("turn 2: too late (prompt file/7@0)")`` is ``"turn #: too late (prompt #"``.
     """
     return re.sub(r"[^\s(:]*\d[^\s:]*", "#", reason)[:120]
 
@@ -206,10 +199,7 @@ def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[
 
 
 def packed(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """Return the row of each interval (start, end), given in order of their start, so that none overlap in a row.
-
-    Example: ``packed([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)])`` is ``[0, 1, 0]``.
-    """
+    """Return the row of each interval (start, end), given in order of their start, so that none overlap in a row."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     rows: list[int] = []

@@ -21,10 +21,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A speed as recorded in the metrics of a step.
-
-    Example: ``TRAINED.parts({"perf/trained_tokens_per_s": 500.0, "time/step_s": 4.0})`` is ``(2000.0, 4.0)``.
-    """
+    """A speed as recorded in the metrics of a step."""
 
     name: str
     seconds: tuple[str, ...]

@@ -70,7 +70,11 @@ async def open_servers(
                 engines.append(ServerEngine(client, config, model, kind.dialect(client), ownership=ownership))
         for engine in engines:
             stack.push_async_callback(engine.close)
-        await _all([engine.open() for engine in engines])
+        if config.weight_transfer == "folder":
+            await _all([engine.open() for engine in engines])
+        else:  # each has a group of its own by then, with buckets in the memory of the sender
+            for engine in engines:
+                await engine.open()
         pool = EnginePool(engines, FolderWeights(0, model.path), setup.clock, config)
         await pool.open()
         stack.pop_all()

@@ -8,10 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
+from rollover.engine.servers import open as open_module
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import EngineError, EngineTimeout
@@ -288,6 +292,35 @@ def test_an_interrupted_step_does_not_keep_weights_from_being_sent(monkeypatch: 
         raise AssertionError("they are lent")
     give_back()
     lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)()
+
+
+@pytest.mark.parametrize(("transfer", "at_a_time"), [("folder", 3), ("gloo", 1)])
+async def test_servers_are_first_sent_weights_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transfer: Any, at_a_time: int
+) -> None:
+    """Each is in a group of its own, whose buckets would add up in the memory of the sender."""
+    opening, most = 0, 0
+
+    class Opened:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            pass
+
+        async def open(self) -> None:
+            nonlocal opening, most
+            opening += 1
+            most = max(most, opening)
+            await asyncio.sleep(0)
+            opening -= 1
+
+        async def close(self) -> None:
+            pass
+
+    for name in ("ServerEngine", "EnginePool", "Ownership"):
+        monkeypatch.setattr(open_module, name, Mock() if name == "Ownership" else Opened)
+    config = SGLangConfig(urls=("http://a:1", "http://b:1", "http://c:1"), weight_transfer=transfer)
+    setup = EngineSetup(folder=tmp_path, run="r", root=tmp_path, clock=SystemClock())
+    await open_module.open_servers(config, setup, Mock(path=tmp_path), lambda own: Mock())
+    assert most == at_a_time
 
 
 def test_an_update_by_group_is_given_time_to_be_repeated() -> None:

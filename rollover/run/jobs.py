@@ -112,6 +112,11 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
         reason = f"; the first failure: {result.failures[0]}" if result.failures else ""
         num = len(result.lengths)
         progress.result(f"{num - len(result.failures)} of {num} samples were scored{reason}")
+        if getattr(config.engine, "urls", ()):
+            progress.result(
+                "the servers at engine.urls had the model's weights, but only training checks their log-probs: one with"
+                " another number format, or with sampling settings of its own, has measured another policy"
+            )
 
 
 def _estimate(estimate: MeanEstimate) -> str:

@@ -107,7 +107,7 @@ def test_ctrl_c_in_a_hung_update_ends_the_run_and_leaves_no_paused_server(experi
 
 
 def test_evaluation_measures_the_runs_own_model_whatever_the_server_held(
-    experiment: Path, tmp_path_factory: pytest.TempPathFactory
+    experiment: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = runs.save_model(tmp_path_factory.mktemp("other") / "model", seed=9)
     server = ModelServer(other, context=CONTEXT)
@@ -118,3 +118,4 @@ def test_evaluation_measures_the_runs_own_model_whatever_the_server_held(
         engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url])]
         assert cli.main(["eval", "run.toml", "--run-dir", "out", *engine]) == 0
     assert Path(server.weights).resolve() == (experiment / "model").resolve()
+    assert "only training checks their log-probs" in " ".join(capsys.readouterr().out.split())

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedConfig:
-    """The settings of rollouts inside another trainer.
-
-    Example: ``hosted_config("april", given, source="rollover=").rollout.strategy.kind`` is ``"april"``.
-    """
+    """The settings of rollouts inside another trainer."""
 
     seed: int = 0
     """Seed of prompts and sampling noise, set by the host."""

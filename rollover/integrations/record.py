@@ -35,9 +35,6 @@ class HostedRun(RunDir):
     """The directory, locked by this process until ``close``. It is a context manager. Raises ``RunError`` if the
     directory holds a run that is not to be resumed or had other settings or facts, or another process works there.
 
-    Example: ``HostedRun(Path("out/rollover"), config, host="trl 1.16.0", resume=False).journal`` is
-    ``out/rollover/journal.sqlite``.
-
     Args:
         resume: whether the run is resumed from the directory, which may be empty if an earlier process was killed
             before it wrote anything.

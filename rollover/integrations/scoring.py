@@ -17,8 +17,6 @@ class HostScorer(ABC, Generic[T]):
 
     Args:
         timeout_s: longest wait for an answer.
-
-    Example: ``await scorer.score(trajectory)`` is 1.0, and ``scorer.kept(trajectory.sample_id)`` is the host's answer.
     """
 
     def __init__(self, *, timeout_s: float) -> None:

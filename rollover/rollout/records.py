@@ -12,10 +12,7 @@ from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment
 
 
 class SampleState(StrEnum):
-    """The state of a sample, from the opening of its group to its reward or failure.
-
-    Example: ``SampleState("parked") is SampleState.PARKED``
-    """
+    """The state of a sample, from the opening of its group to its reward or failure."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -35,10 +32,7 @@ STARTABLE = (WAITING, PARKED)
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample's place in the ledger.
-
-    Example: ``SampleRecord(SampleId(0, 1), prompt)`` has ``state`` ``"waiting"`` and ``num_tokens`` 0.
-    """
+    """One sample's place in the ledger."""
 
     sample_id: SampleId
     prompt: Prompt
@@ -82,11 +76,7 @@ class SampleRecord:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group's place in the ledger.
-
-    Example: a group of two samples that has just been opened has ``num_unsettled`` 2, ``num_startable`` 2 and no
-    ``start_version``.
-    """
+    """One group's place in the ledger."""
 
     group_id: int
     prompt: Prompt

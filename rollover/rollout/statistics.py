@@ -46,8 +46,6 @@ class RecentLengths:
     """Lengths of the responses in the last trained groups, oldest group first.
 
     Two values are equal only when they are the same object, so that results computed from one can be cached.
-
-    Example: after batches of the groups (120, 80) and (512, 30), ``groups`` is ``((120, 80), (512, 30))``.
     """
 
     groups: tuple[tuple[int, ...], ...] = ()

@@ -145,10 +145,7 @@ class LentDialect(NamedCalls):
 
 
 class LentLabel:
-    """Reads which weights a server has, which is all that a guest may do.
-
-    Example: ``await label.label()`` is ``"3"`` after slime's third weight update.
-    """
+    """Reads which weights a server has, which is all that a guest may do."""
 
     def __init__(self, client: HTTPClient) -> None:
         self._client = client

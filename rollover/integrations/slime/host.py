@@ -22,10 +22,7 @@ Sample = Any
 
 
 class JudgesSamples(Protocol):
-    """The host's part of a reward: its sample hooks, then its reward model.
-
-    Example: ``judged = await judge(sample)``; then ``judged.reward`` is 1.0 or a table.
-    """
+    """The host's part of a reward: its sample hooks, then its reward model."""
 
     def __call__(self, sample: Sample) -> Awaitable[Sample]: ...
 

@@ -23,8 +23,6 @@ def agreed(labels: Mapping[str, str]) -> str:
     """Return the one label that all servers have. Raises ``EngineError`` if they differ, or the label is not a count;
     the message names the servers.
 
-    Example: ``agreed({"http://a": "3", "http://b": "3"})`` is ``"3"``.
-
     Args:
         labels: the label of each server, by its address.
     """

@@ -31,11 +31,7 @@ _FILE, _FORMAT = "slime.json", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeProgress:
-    """The facts about a run that are not in its journal.
-
-    Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved after its rollout 9, 480 groups had
-    been drawn from its data source.
-    """
+    """The facts about a run that are not in its journal."""
 
     first_rollout: int = 0
     cursors: Mapping[int, int] = field(default_factory=dict)

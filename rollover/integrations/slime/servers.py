@@ -252,8 +252,6 @@ class LentServers:
             if answers are not streamed.
         num_workers: their number, which determines how many samples are decoded at the same time.
         transport: replaces the network in tests.
-
-    Example: ``label = await servers.begin()``, ``await servers.serves(12)``, then calls, then ``await servers.end()``.
     """
 
     def __init__(

@@ -28,8 +28,6 @@ class SlimeSource:
     Args:
         position: number of groups already drawn from the data source, as the cursor counts them.
         group_size: samples that each group must have.
-
-    Example: after a checkpoint that had drawn 40 groups, ``prompt(43)`` draws four and returns the last.
     """
 
     def __init__(

@@ -20,9 +20,6 @@ class Answers:
 
     A failed sample is represented by a single end token that was not sampled: it has no reward, is masked, and counts
     neither in the mean of its siblings nor in the loss.
-
-    Example: a batch of 4 groups with 8 samples each, one of which failed, has 32 entries, of which 31 have ``failed``
-    false.
     """
 
     rows: list[int]

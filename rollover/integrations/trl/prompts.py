@@ -26,10 +26,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class TableRows(Protocol):
-    """A dataset with a length, whose rows are dictionaries.
-
-    Example: ``datasets.Dataset.from_dict({"prompt": ["1+1="]})`` has one row, ``{"prompt": "1+1="}``.
-    """
+    """A dataset with a length, whose rows are dictionaries."""
 
     def __len__(self) -> int: ...
 
@@ -128,11 +125,7 @@ def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], Encod
 
 def fingerprint(rows: TableRows) -> str:
     """Return a fingerprint that distinguishes datasets: the number of rows and a hash of some of them, spread over the
-    dataset, with all columns. Raises ``DataError`` if a row has no prompt.
-
-    Example: ``fingerprint([{"prompt": "1+1=", "answer": "2"}])`` is "1 rows, " and sixteen hexadecimal digits, which
-    differ for the answer "3".
-    """
+    dataset, with all columns. Raises ``DataError`` if a row has no prompt."""
     num = len(rows)
     looked_at = sorted({i * (num - 1) // max(1, _NUM_LOOKED_AT - 1) for i in range(_NUM_LOOKED_AT)}) if num else []
     found = json.dumps([_columns(rows, row) for row in looked_at], default=_as_text, sort_keys=True)

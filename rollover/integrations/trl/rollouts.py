@@ -35,13 +35,6 @@ from rollover.weights.publisher import Publisher
 class HostedRollouts:
     """Hands out batches and accounts for them. Raises ``RolloverError`` if the engine cannot be opened.
 
-    Example: one step of a trainer::
-
-        batch = rollouts.take(7)                               # version 7 is published; Batch(step=7, groups=(...))
-        ...                                                    # train it
-        rollouts.report({"reward/mean": 0.4}, untrained={})
-        rollouts.finish_step()                                 # version 8 can be taken
-
     Args:
         model: the policy in training.
         folder: of the model, for the engine to open.

@@ -27,21 +27,14 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0
 
 
 class GeneratesTokens(Protocol):
-    """The part of verl's ``LLMServerClient`` that is used.
-
-    Example: ``await client.generate("g0.0", prompt_ids=[1, 2], sampling_params={...})`` has ``token_ids``,
-    ``log_probs``, ``stop_reason`` and ``extra_fields``.
-    """
+    """The part of verl's ``LLMServerClient`` that is used."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any: ...
 
 
 class StopsCalls(Protocol):
-    """The part of verl's ``RolloutReplica`` that is used.
-
-    Example: after ``await replica.abort_all_requests()`` every call that its servers had is over, and new ones wait
-    for ``await replica.resume_generation()``.
-    """
+    """The part of verl's ``RolloutReplica`` that is used. After ``abort_all_requests`` every call that its servers had
+    is over, and new ones wait for ``resume_generation``."""
 
     async def abort_all_requests(self) -> Any: ...
 

@@ -46,10 +46,7 @@ class VerlParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlBatch:
-    """A batch in the form of verl's queue; the lists are in the same order.
-
-    Example: for 32 groups of 8, ``len(batch.keys)`` is 256, minus the number of failed samples.
-    """
+    """A batch in the form of verl's queue; the lists are in the same order."""
 
     uids: list[str]
     """Ids of its prompts."""

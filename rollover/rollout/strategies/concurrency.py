@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Strategy):
-    """Decodes ``num_running`` samples at all times while the bound leaves room for new groups.
-
-    Example: ``Concurrency(batch_size=4, group_size=2, max_staleness=4, num_running=16)`` keeps 16 samples in flight
-    while batches of 8 samples are collected.
-    """
+    """Decodes ``num_running`` samples at all times while the bound leaves room for new groups."""
 
     num_running: int
     """Maximum number of samples in flight."""

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight(BoundedAsync):
-    """``bounded_async`` for engines that load weights under running samples, with batches in order of finishing.
-
-    Example: ``InFlight(batch_size=4, group_size=2, max_staleness=4, num_running=16)`` keeps 16 samples running, even
-    during weight updates.
-    """
+    """``bounded_async`` for engines that load weights under running samples, with batches in order of finishing."""
 
     def preference(self, group: GroupRecord) -> int:
         """Treat all groups alike: ready groups are listed, and so taken, in the order in which they became ready."""

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversample(Strategy):
-    """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends.
-
-    Example: ``Oversample(batch_size=4, group_size=2, max_staleness=1, launched_groups=6)`` starts six groups, trains
-    the first four that are completed and discards any unfinished ones.
-    """
+    """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends."""
 
     launched_groups: int
     """Groups in flight at the start of a round."""

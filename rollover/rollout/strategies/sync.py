@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync(Strategy):
     """Carries nothing over: every token is trained by the weights that sampled it. A group that is dropped by a filter
-    or a failure is replaced at once.
-
-    Example: ``Sync(batch_size=4, group_size=2, max_staleness=0)`` opens four groups, and the next four when their batch
-    has been trained and published.
-    """
+    or a failure is replaced at once."""
 
     on_full = OnFull.WAIT
 

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget(Oversample):
     """Keeps ``launched_groups`` groups in flight; each sample runs until it ends or its budget is spent, even after the
-    batch is full.
-
-    Example: with ``TokenBudget(batch_size=4, group_size=2, max_staleness=4, launched_groups=6, round_budget=256)``, a
-    response of 600 tokens takes three rounds.
-    """
+    batch is full."""
 
     round_budget: int
     """New tokens per sample and round."""

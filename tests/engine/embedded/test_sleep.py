@@ -40,7 +40,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
-def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, kernels: Any) -> None:
+def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, tmp_path: Path, kernels: Any) -> None:
     core = core_of(folder, kv_cache_bytes=2**28, cpu_kernels=kernels)
     core._model_runner.kv._keys.add_(1)  # a page that nobody has written takes no memory
     core._model_runner.kv._values.add_(1)
@@ -51,7 +51,9 @@ def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, ker
     core.sleep()
     assert [ref() for ref in held] == [None] * 4
     assert before - resident_bytes() > 0.95 * 2**28
-    core.load(1, FolderWeights(1, folder))
+    other = saved(tiny_model(seed=1), tmp_path / "other")
+    core.load(1, FolderWeights(1, other))
+    assert digests_in(core) == digests_in(core_of(other, cpu_kernels=kernels))
     assert len(tokens(Calls(core, [request("a")]).finish()["a#0"])) == 12
 
 

@@ -22,6 +22,7 @@ from rollover.swarm.coordinator.status.snapshot import read_status
 from rollover.swarm.coordinator.trust import Credentials
 from rollover.trainer.checkpoint import read_manifest
 from rollover.weights.adapters import AdapterSource
+from tests import runs
 from tests.test_wrong_input import Say, refused
 
 __all__ = ["refused"]
@@ -253,6 +254,10 @@ def test_fine_tuning_and_its_dry_run_ask_for_examples_that_fit_and_for_no_engine
     for dry in ([], ["--dry-run"]):
         said = refused(*argv, *dry)
         assert "letters/0@0 and the response to learn have 81 tokens, but the model's context holds 80: shorten" in said
+    Path("letters.jsonl").write_text(letters + json.dumps({"prompt": "ab", "answer": "b" * 78}) + "\n")
+    longer = ("--sft.num_steps", str(letters.count("\n") + 1), "--sft.batch_size", "1", "--run-dir", "longer")
+    assert "and the response to learn have 81 tokens" in refused(*argv, *longer)
+    assert not Path("longer/metrics.jsonl").exists() or not runs.rows(Path("longer"), "warmup")
     Path("letters.jsonl").write_text(letters)
     for dry in ([], ["--dry-run"]):
         assert cli.main([*argv, *dry]) == 0

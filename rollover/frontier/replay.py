@@ -187,8 +187,11 @@ def _begins_call(sample: SampleTrace, place: int) -> bool:
 
 
 def _trainer_s(rows: Sequence[MetricRow]) -> float:
-    """Return the seconds of all steps that were neither rollout nor a change of weights."""
-    return sum(max(0.0, r.values["time/step_s"] - r.values.get("time/rollout_s", 0.0) - _pause_s(r)) for r in rows)
+    """Return the seconds of all steps that were neither rollout nor evaluation nor a change of weights."""
+    others = ("time/rollout_s", "time/evaluate_s")
+    return sum(
+        max(0.0, r.values["time/step_s"] - sum(r.values.get(o, 0.0) for o in others) - _pause_s(r)) for r in rows
+    )
 
 
 def _pause_s(row: MetricRow) -> float:

@@ -196,6 +196,8 @@ def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
             parts.append(f"{name} {value:.3f}" + (f" ± {se:.3f}" if se is not None else ""))
     if (samples := metrics.get("eval/samples")) is not None:
         parts.append(f"{metrics['eval/scored']:.0f} of {samples:.0f} scored")
+    if late := metrics.get("eval/late"):
+        parts.append(f"{late:.0f} late")
     return parts
 
 

@@ -110,8 +110,9 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
             table.add_row(row.source.removeprefix("eval/"), samples, *cells)
         progress.console.print(table)
         reason = f"; the first failure: {result.failures[0]}" if result.failures else ""
-        num = len(result.lengths)
-        progress.result(f"{num - len(result.failures)} of {num} samples were scored{reason}")
+        num, num_late = len(result.lengths), result.costs["reward/late"]
+        late = f", {num_late:.0f} of them late (scored 0)" if num_late else ""
+        progress.result(f"{num - len(result.failures)} of {num} samples were scored{late}{reason}")
         if getattr(config.engine, "urls", ()):
             progress.result(
                 "the servers at engine.urls had the model's weights, but only training checks their log-probs: one with"

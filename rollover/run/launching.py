@@ -103,10 +103,10 @@ def _other_size(plan: Plan, path: str | None) -> Iterator[str]:
         own, planned = read_shape(path).parameters, plan.model.parameters
     except ModelError:
         return
-    if own != planned:
+    if not math.isclose(own, planned, rel_tol=0.01):  # a vocabulary may be padded
         yield (
             f"the plan was made for {plan.model.name} ({planned / 1e9:.3g} billion parameters), but {path} has"
-            f" {own / 1e9:.3g} billion: make another with rollover plan --model {path}"
+            f" {own / 1e9:.3g} billion: make another with rollover plan --for-launch --model {path}"
         )
 
 

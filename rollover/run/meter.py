@@ -64,13 +64,16 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the seconds spent inside from the step, unless samples are decoded meanwhile: they will count."""
+        """Exclude the seconds of an evaluation from the step, unless samples are decoded meanwhile: they will count."""
         began_s, is_decoding = self._clock.now_s(), bool(self._ledger.running)
         try:
             yield
         finally:
-            if not is_decoding and not self._ledger.running:
-                self._step_began_s += self._clock.now_s() - began_s
+            elapsed_s = self._clock.now_s() - began_s
+            if is_decoding or self._ledger.running:
+                self._timings["time/evaluate_s"] += elapsed_s
+            else:
+                self._step_began_s += elapsed_s
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
         """Return the metrics of the step that ends now, and start the next one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,12 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
+    worked = _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks, max_context(base))
+    for _ in islice(worked, warmup.num_steps * warmup.batch_size):
+        pass  # a warm-up has no checkpoints, and would be lost to a row that cannot be learned
     run_sft(
         base,
-        _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks, max_context(base)),
+        worked,
         warmup,
         output=folder,
         deterministic=config.deterministic,

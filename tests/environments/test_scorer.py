@@ -250,6 +250,16 @@ async def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_
         assert scorer.costs()["reward/late"] == 0
 
 
+@pytest.mark.parametrize(("weight", "none"), [(1.0, 0.0), (0.0, None)])
+def test_a_curve_lacks_the_episodes_that_were_given_no_reward(weight: float, none: float | None) -> None:
+    spec = RewardSpec(source="s", config=EnvironmentRewardConfig(weight=weight))
+    reward = spec.config.build(spec)
+    for given, total in (([None, None], none), ([None, 0.0], 0.0), ([1.0, 0.5], 1.5)):
+        transcript = tuple({"role": "environment", "content": "", "reward": each} for each in given)
+        sample = RewardSample(prompt="", columns={}, completion="", completion_ids=(), transcript=transcript)
+        assert reward.score(sample) == total
+
+
 ODD_REASONS = [
     ("GeneratorExit", "GeneratorExit: by the function (functions.py, line "),
     ("SystemExit", "SystemExit: by the function (functions.py, line "),

@@ -11,10 +11,10 @@ import pytest
 
 from rollover import cli
 from rollover.errors import ConfigError, DataError, RunError
-from rollover.frontier.replay import Recorded, read_recorded
+from rollover.frontier.replay import Recorded, _trainer_s, read_recorded
 from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import Setup
-from rollover.report.metrics import MetricsWriter
+from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.record import read_timeline
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened, SampleScored
 from rollover.rollout.journal import Journal
@@ -59,6 +59,12 @@ def _with_prompt(event: Event) -> Event:
     if not isinstance(event, GroupOpened):
         return event
     return event._replace(prompt=replace(event.prompt, token_ids=(0,) * LAW.prompt_tokens))
+
+
+def test_neither_evaluations_nor_new_weights_are_time_of_the_trainer() -> None:
+    times = {"rollout_s": 4.0, "evaluate_s": 30.0, "publish_s": 0.5, "sleep_s": 0.25, "step_s": 36.75}
+    row = MetricRow(kind="step", step=0, time_s=0.0, values={f"time/{name}": s for name, s in times.items()})
+    assert _trainer_s([row, row]) == 4.0
 
 
 @pytest.mark.parametrize("strategy", ["sync", "april"])

@@ -120,7 +120,8 @@ def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
 
 def test_settings_that_change_what_evaluations_measure_are_named(tmp_path: Path) -> None:
     directory.create(build_config("quickstart"), tmp_path).close()
-    same = ("--eval.every_steps", "7", "--eval.patience", "3", "--tasks.eval.0.reward.workers", "1")
+    same = ("--eval.every_steps", "7", "--eval.k", "[1, 4]", "--eval.samples_per_prompt", "4")
+    same += ("--tasks.eval.0.reward.workers", "1")
     other = ("--eval.temperature", "0.5", "--tasks.eval.0.reward.pass_score", "0.5")
     for changes, named in ((same, []), ((*same, *other), ["eval.temperature", "tasks.eval.0.reward.pass_score"])):
         config, run = directory.open_for_resume(tmp_path, changes)

@@ -303,9 +303,10 @@ def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, co
         collected_s = clock.now_s() - began_s
         with meter.paused():
             await asyncio.sleep(5.0)
-        step_s = meter.step_ended(batch, TrainedStep(metrics={})).metrics["time/step_s"]
+        metrics = meter.step_ended(batch, TrainedStep(metrics={})).metrics
         await rig.driver.stop()
-        assert step_s == pytest.approx(collected_s + counted_s)
+        assert metrics["time/step_s"] == pytest.approx(collected_s + counted_s)
+        assert metrics.get("time/evaluate_s", 0.0) == pytest.approx(counted_s), "it is no time of the trainer"
 
     run(measured())
 

@@ -24,6 +24,8 @@ LIMIT_S = 2.0
 """Processor time of a test that is not deep, in seconds of the reference machine of ``tests/speed.py``."""
 MARGIN = 1.5
 """A test fails over this many limits: tests beside it take the processor's caches, which does not slow ``speed.py``'s loop."""
+BUSY = 1.5
+"""Load of each core from which processor time is not held against a test: other processes take the caches all the time."""
 TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname", "fc-list"})
 """Programs that any test may start: a run asks git for its commit and the compiler for its kernels, and matplotlib,
 which reasoning-gym imports, asks for fonts once on each machine."""
@@ -97,7 +99,8 @@ def shallow(test_id: str) -> Iterator[None]:
             f"{test_id} starts {', '.join(heard.unwelcome)}, as deep tests alone may: ask for a fixture of"
             " tests/tiers.py:FIXTURES, or list it in tests/deep.txt"
         )
-    if used_s > MARGIN * LIMIT_S and used_s > MARGIN * (limit_s := LIMIT_S * slowness()):
+    is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    if used_s > MARGIN * LIMIT_S and used_s > MARGIN * (limit_s := LIMIT_S * slowness()) and not is_busy:
         raise TooDeep(
             f"{test_id} used {used_s:.1f} s of processor time, of {limit_s:.1f} s: make it smaller, or list it in"
             " tests/deep.txt"

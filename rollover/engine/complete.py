@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
@@ -21,31 +21,10 @@ _MAX_FAILURES = 3
 _FIRST_BACK_OFF_S = 0.1
 
 
-class Room:
-    """Lets as many calls into an engine as it has room for at present: fewer while one of its servers is out."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._num_calls = 0
-        self._left = asyncio.Condition()
-
-    async def __aenter__(self) -> None:
-        async with self._left:
-            await self._left.wait_for(lambda: self._num_calls < self._engine.capabilities.max_running)
-            self._num_calls += 1
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._num_calls -= 1
-        async with self._left:
-            self._left.notify(self._engine.capabilities.max_running)
-
-
-async def complete(
-    engine: Engine, request: GenerateRequest, *, room: Room | None = None, stall_s: float = STALL_S
-) -> AsyncIterator[Chunk]:
+async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float = STALL_S) -> AsyncIterator[Chunk]:
     """Yield the chunks of a response up to its stop or limit. A call that fails, or that is stopped although the caller
     did not ask for it, is followed after a growing time by another that continues from its last token;
-    ``request.request_id`` is their common beginning. Each call waits for ``room``.
+    ``request.request_id`` is their common beginning.
 
     Raises ``EngineError`` when calls fail or are stopped four times in a row without a token (being displaced does not
     count), or at once if all servers stay away; ``EngineTimeout`` when no token has come for ``stall_s``.
@@ -64,7 +43,7 @@ async def complete(
             return
         call = replace(request, request_id=f"{name}#{number}.", response_ids=tuple(ids))
         try:
-            async with room or nullcontext(), aclosing(_unstalled(engine, call, stall_s)) as chunks:
+            async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:
                     tail = chunk.token_ids or ids
                     num_tokens = len(ids) + len(chunk.token_ids)

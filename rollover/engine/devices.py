@@ -27,10 +27,7 @@ def device_of(name: str) -> torch.device:
 
 
 def numbered(device: torch.device) -> str:
-    """Return the name of a device, with its number even for the first GPU.
-
-    Example: "cuda:0" for ``torch.device("cuda")``.
-    """
+    """Return the name of a device, with its number even for the first GPU."""
     return f"cuda:{device.index or 0}" if device.type == "cuda" else str(device)
 
 

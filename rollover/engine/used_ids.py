@@ -20,8 +20,6 @@ class UsedIds:
 
     Args:
         open_calls: the engine's open calls by id; a view that follows them.
-
-    Example: after ``claim("a#1.")``, a second ``claim("a#1.")`` raises ``EngineError``.
     """
 
     def __init__(self, open_calls: Container[str]) -> None:

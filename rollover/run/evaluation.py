@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine
-from rollover.engine.complete import Room, complete
+from rollover.engine.complete import complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
@@ -169,7 +169,7 @@ class Evaluator:
         """
         self._num_evaluations += 1
         before = self._scorer.costs(in_evaluations=True)
-        samples, room = asyncio.Semaphore(self._engine.capabilities.max_running), Room(self._engine)
+        room = asyncio.Semaphore(self._engine.capabilities.max_running)
         ids = [
             [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
             for p, prompt in enumerate(self._prompts)
@@ -184,10 +184,10 @@ class Evaluator:
             trajectory = Trajectory(sample_id=SampleId(-1 - sample_id.group, sample_id.index), prompt=prompt)
             score: Score | None = None
             try:
-                async with samples:
+                async with room:
                     try:
                         while trajectory.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                            trajectory = await self._turn(sample_id, trajectory, version, room)
+                            trajectory = await self._turn(sample_id, trajectory, version)
                             if trajectory.finish_reason is FinishReason.TURN:
                                 answer = await self._environment.act(trajectory, self._clock.now_s())
                                 trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
@@ -227,7 +227,7 @@ class Evaluator:
             versions=(min(versions, default=0), max(versions, default=0)),
         )
 
-    async def _turn(self, sample_id: SampleId, trajectory: Trajectory, version: int, room: Room) -> Trajectory:
+    async def _turn(self, sample_id: SampleId, trajectory: Trajectory, version: int) -> Trajectory:
         """Decode a response, or the next turn of an episode."""
         prompt, turn = trajectory.prompt, len(trajectory.observations)
         key = f"eval{self._num_evaluations}/{sample_id}.{turn or ''}"
@@ -243,7 +243,7 @@ class Evaluator:
             seed=sample_seed(_SEED, sample_id, turn),
         )
         start_s = self._clock.now_s()
-        async for chunk in complete(self._engine, request, room=room):
+        async for chunk in complete(self._engine, request):
             end_s = self._clock.now_s()
             is_turn = turn_limit is not None and chunk.finish_reason is FinishReason.STOP
             reason = FinishReason.TURN if is_turn else chunk.finish_reason

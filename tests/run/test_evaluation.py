@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from rollover.batch import TrainedStep
-from rollover.engine.base import GenerateRequest
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, RewardError
 from rollover.report.metrics import MetricRow
@@ -107,22 +106,6 @@ async def test_responses_go_on_after_failures() -> None:
     result = await evaluator(Failing(after=4, failures=7)).run()
     assert result.lengths == (9,) * 10
     assert result.rows[-1].reward.mean == 1.0
-
-
-async def test_calls_of_a_lost_server_wait_for_room_on_the_others() -> None:
-    class Shrinking(Failing):
-        most = 0
-
-        def _open(self, request: GenerateRequest) -> Any:
-            self.most = max(self.most, len(self._calls) + 1)
-            return super()._open(request)
-
-    engine = Shrinking(after=4, failures=10)
-    evaluation = asyncio.create_task(evaluator(engine).run())
-    while engine.failures > 6:
-        await asyncio.sleep(0)
-    engine.capabilities, engine.most = replace(engine.capabilities, max_running=3), 0
-    assert ((await evaluation).lengths, engine.most) == ((9,) * 10, 3)
 
 
 async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:

@@ -27,11 +27,7 @@ _Executed = tuple[list[Output] | None, asyncio.Future[None], Exception | None]
 
 
 class CoreLoop(Protocol):
-    """Runs commands and iterations of the core. Used from one event loop at a time.
-
-    Example:
-        ``await loop.submit(lambda core: core.add(request))`` opens a call; its chunks then come by ``deliver``.
-    """
+    """Runs commands and iterations of the core. Used from one event loop at a time."""
 
     paused: bool
 

@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Any, Protocol
 
 from rollover.clock import Clock, wait_for_any
@@ -184,6 +185,8 @@ class Members:
         self._start_timeout_s = config.start_timeout_s
         self._out_since_s: float | None = None
         """Time at which calls began to wait because no member was up."""
+        self.waiting: dict[asyncio.Event, None] = {}
+        """Calls that wait for room, in order; each looks again when its event is set."""
 
     @property
     def up(self) -> list[Member]:
@@ -203,9 +206,15 @@ class Members:
         """Let calls go to a member from now on."""
         member.admit()
         self._admitted.set()
+        self.look_for_room()
         if self._out_since_s is not None:
             waited_s, self._out_since_s = self.clock.now_s() - self._out_since_s, None
             logger.warning("%s is up after %.0f s without any engine", member.name, waited_s)
+
+    def look_for_room(self) -> None:
+        """Have the first call that waits look again; if no member is up, all, since each waits for one by itself."""
+        for turn in islice(self.waiting, 1 if self.up else None):
+            turn.set()
 
     def take_out(self, failed: Mapping[Member, EngineError]) -> None:
         """Take out the members that failed and are not out yet."""
@@ -274,12 +283,12 @@ class Dispatch:
         """The member to which the last call of a prompt went."""
 
     def assign(self, prompt_key: str) -> Member | None:
-        """Choose the member that gets a call of this prompt, and count the call; ``None`` when none is up."""
-        if not (up := self._members.up):
+        """Choose the member that gets a call of this prompt, and count the call; ``None`` when none has room."""
+        if not (free := [member for member in self._members.up if member.num_calls < member.capacity]):
             return None
-        chosen = min(up, key=lambda member: member.share)
+        chosen = min(free, key=lambda member: member.share)
         home = self._homes.get(prompt_key)
-        if home in up and home.num_calls < home.capacity and home.share <= chosen.share + AFFINITY_SLACK:
+        if home in free and home.share <= chosen.share + AFFINITY_SLACK:
             chosen = home
         self._homes[prompt_key] = chosen
         self._homes.move_to_end(prompt_key)
@@ -292,3 +301,4 @@ class Dispatch:
         """End a call that was assigned to the member."""
         member.num_calls -= 1
         assert member.num_calls >= 0, f"{member.name} has fewer calls than none"
+        self._members.look_for_room()

@@ -4,7 +4,7 @@ a while.
 ====================  ==========================  =========================================================
 task                  waits for                   is unblocked by
 ====================  ==========================  =========================================================
-``generate``          a member that is up         a member admitted; ``all_down_timeout_s``
+``generate``          a member with room          a call ended; a member admitted; ``all_down_timeout_s``
 ... its next chunk    the member                  a chunk; the member taken out
 ``Watch``, a member   the next probe              time; a failed call
 ``abort``             the members concerned       their own deadlines; the member taken out
@@ -12,7 +12,7 @@ task                  waits for                   is unblocked by
 ``sleep``             all members, also starting  their own deadlines
 ====================  ==========================  =========================================================
 
-Invariants: a member gets calls only while it is well and serves the version of the pool; a call whose member
+Invariants: a member gets calls only while it is well, serves the version of the pool and has room; a call whose member
 fails or is taken out ends with ``EngineError`` and is resumed elsewhere by the caller; each chunk says which member
 sampled it; one bad member delays the others at nothing, at an update by no more than a deadline.
 """
@@ -46,6 +46,12 @@ class _PoolCall:
         self.member: Member | None = None
         self.aborted = asyncio.Event()
         """Set once somebody asks for its end, which its member brings about if it has one."""
+        self.turn = asyncio.Event()
+        """Set when there may be room for it."""
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self.turn.set()
 
 
 class EnginePool:
@@ -53,10 +59,6 @@ class EnginePool:
 
     Args:
         source: what all members serve now, as version 0; a member that comes back is given it until the next load.
-
-    Example: two servers with ``max_running = 64`` are a pool with ``capabilities.max_running == 128``, and one of 64
-    while one of them is out. A call whose server dies ends with ``EngineError``; its caller resumes the sample with
-    another call.
     """
 
     def __init__(self, engines: Sequence[PoolEngine], source: WeightSource, clock: Clock, config: ServerConfig) -> None:
@@ -81,7 +83,7 @@ class EnginePool:
         self._closed = True
         await self._watch.stop()
         for call in self._calls.values():
-            call.aborted.set()
+            call.abort()
         await asyncio.gather(*(member.engine.close() for member in self._members.all))
 
     async def until_up(self) -> None:
@@ -150,20 +152,30 @@ class EnginePool:
             if (call := self._calls.get(request_id)) is None:
                 members = self._members.up  # it was closed before its end, and one of them may still be ending it
             else:
-                call.aborted.set()
+                call.abort()
                 members = [] if call.member is None else [call.member]
             for member in members:
                 by_member.setdefault(member, []).append(request_id)
         await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
 
     async def _assign(self, request: GenerateRequest, call: _PoolCall) -> Member | None:
-        """Choose the member for a call, which counts it; ``None`` when it was aborted meanwhile. Waits for
-        one to come up, since all may be out for a moment."""
-        while not call.aborted.is_set():
-            if (member := self._dispatch.assign(request.prompt_key)) is not None:
-                return member
-            await self._members.until_one_is_up(call.aborted)
-        return None
+        """Choose the member for a call, which counts it; ``None`` when it was aborted meanwhile. Waits for room, after
+        the calls that came before, and for a member to come up, since all may be out for a moment."""
+        waiting = self._members.waiting
+        waiting[call.turn] = None
+        try:
+            while not call.aborted.is_set():
+                if not self._members.up:
+                    await self._members.until_one_is_up(call.aborted)
+                elif next(iter(waiting)) is call.turn and (member := self._dispatch.assign(request.prompt_key)):
+                    return member
+                else:
+                    call.turn.clear()
+                    await call.turn.wait()
+            return None
+        finally:
+            del waiting[call.turn]
+            self._members.look_for_room()
 
     # -- Sleeps ----------------------------------------------------------------------------------------------
 

@@ -251,6 +251,39 @@ async def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
         assert [(c.token_ids, c.finish_reason) for c in await waiting] == [((), FinishReason.ABORT)]
 
 
+async def test_calls_wait_for_room_in_their_order_and_a_call_that_waits_is_aborted_at_once() -> None:
+    one, two = Flaky("one", max_running=1), Flaky("two", max_running=1)
+    two.failing = "ill"
+    async with pool_of(one, two, health_interval_s=0.01) as pool:
+        await asyncio.sleep(0.1)
+        calls = [asyncio.create_task(collect(pool, request(name, max_new_tokens=500))) for name in "abcdef"]
+        await asyncio.sleep(0.1)
+        await pool.abort(["d#0"])
+        calls[4].cancel()
+        await asyncio.wait(calls[3:5])
+        assert calls[3].result()[-1].finish_reason is FinishReason.ABORT
+        await update(pool, FakeWeights(1))  # waits for none of them
+        assert [each.request_id for each in one.requests] == ["a#0"] and not two.requests
+        two.failing = None
+        await asyncio.sleep(2.0)
+        assert [each.request_id for each in two.requests] == ["b#0"]
+        two.failing = "ill"
+        await asyncio.wait(calls)
+        assert [each.request_id for each in one.requests] == ["a#0", "c#0", "f#0"]
+        assert all(calls[i].result()[-1].finish_reason is FinishReason.LENGTH for i in (0, 2, 5))
+
+
+async def test_calls_that_wait_for_room_wait_no_longer_than_others_once_all_are_out() -> None:
+    one = Flaky("one", max_running=1)
+    async with pool_of(one, all_down_timeout_s=50.0, launch_timeout_s=50.0) as pool:
+        calls = [asyncio.create_task(collect(pool, request(name, max_new_tokens=500))) for name in "abc"]
+        await asyncio.sleep(0.1)
+        one.failing, began_s = "ill", asyncio.get_running_loop().time()
+        await asyncio.wait(calls)
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(50.0, abs=1.0)
+        assert all("no engine has been up for 50 s" in str(call.exception()) for call in calls[1:])
+
+
 async def test_an_abort_reaches_all_members_without_waiting_for_a_hung_one() -> None:
     members = [Flaky(f"e{i}") for i in range(3)]
     async with pool_of(*members) as pool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine
-from rollover.engine.complete import complete
+from rollover.engine.complete import STALL_S, complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
@@ -110,6 +110,7 @@ class Evaluator:
             for name, each in self._sets.items()
         }
         self._engine = engine
+        self._stall_s = STALL_S + config.engine.away_timeout_s
         self._scorer = scorer
         self._environment = environment
         self._clock = clock
@@ -243,7 +244,7 @@ class Evaluator:
             seed=sample_seed(_SEED, sample_id, turn),
         )
         start_s = self._clock.now_s()
-        async for chunk in complete(self._engine, request):
+        async for chunk in complete(self._engine, request, stall_s=self._stall_s):
             end_s = self._clock.now_s()
             is_turn = turn_limit is not None and chunk.finish_reason is FinishReason.STOP
             reason = FinishReason.TURN if is_turn else chunk.finish_reason

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from rollover.batch import TrainedStep
+from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.environments.rewards import ExactConfig
-from rollover.errors import ConfigError, DataError, EngineError, RewardError
+from rollover.errors import ConfigError, DataError, EngineError, EnginesAway, RewardError
 from rollover.report.metrics import MetricRow
 from rollover.rollout.environment import Environment, NoEnvironment
 from rollover.run.best import Scores
@@ -33,6 +34,7 @@ from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
 from rollover.types import Observation, Prompt, Score, Trajectory
 from tests.engine.fake import FakeEngine
+from tests.engine.servers.pool.kit import Flaky, pool_of
 from tests.engine.test_complete import Failing
 from tests.rollout.kit import lognormal, make_rig
 from tests.rollout.test_episodes import Game
@@ -106,6 +108,16 @@ async def test_responses_go_on_after_failures() -> None:
     result = await evaluator(Failing(after=4, failures=7)).run()
     assert result.lengths == (9,) * 10
     assert result.rows[-1].reward.mean == 1.0
+
+
+async def test_an_evaluation_waits_for_servers_that_are_all_out_as_long_as_their_config_says() -> None:
+    one = Flaky("one")
+    async with pool_of(one, all_down_timeout_s=1500.0) as pool:
+        one.failing = "power cut"
+        await asyncio.sleep(30.0)
+        settings = replace(config("p"), engine=VLLMConfig(urls=("http://one:1",), all_down_timeout_s=1500.0))
+        with pytest.raises(EnginesAway, match="no engine has been up for 1500 s"):
+            await evaluator(pool, settings=settings).run()  # type: ignore[arg-type]
 
 
 async def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:

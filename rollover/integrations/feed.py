@@ -189,7 +189,7 @@ class Feed:
 
         Raises:
             RunError: another batch is next, or the engine's weights are too old, too new or not published yet.
-            EngineTimeout: nothing was decoded for ``rollout.stall_timeout_s``; names the samples.
+            EngineTimeout: nothing was decoded for the stall limit of ``Deadlines``; names the samples.
             EngineError: the engine does not answer any call.
             DataError: every sample fails.
         """

@@ -334,8 +334,9 @@ class RolloutDriver:
     def _stalled(self, idle_s: float) -> str:
         names = ", ".join(str(i) for i in sorted(self._calls)[:8]) or "none"
         return (
-            f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
-            f" {len(self._calls)} samples decoding: {names}; the engine is {self._engine!r}"
+            f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s; with servers, plus"
+            f" engine.all_down_timeout_s or engine.launch_timeout_s); {len(self._calls)} samples decoding: {names};"
+            f" the engine is {self._engine!r}"
         )
 
     async def _stop_all(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from ctypes import CDLL, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_void_p, string_at
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -123,8 +124,10 @@ def address_towards(url: str) -> str:
 
 def is_loopback(url: str) -> bool:
     """Return whether a server is reached at an address that no other machine reaches."""
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ip_address(socket.getaddrinfo(urlsplit(url).hostname, None)[0][4][0]).is_loopback
+    except OSError:  # its name is not known here
+        return False
 
 
 def own_address(host: str, port: int) -> str:

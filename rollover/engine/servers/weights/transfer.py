@@ -110,10 +110,7 @@ async def send_weights(
         SenderLost, WeightsGone: the holder of the weights cannot send them.
     """
     names = ", ".join(receiver.name for receiver in receivers)
-    plans = [receiver.plan for receiver in receivers]
-    shared = min(plans, key=lambda plan: is_loopback(plan.towards))  # all have to reach the address on the way to it
-    plan = replace(shared, num_workers=sum(plan.num_workers for plan in plans))
-    sender = await _opened(open_sender, plan)
+    sender = await _opened(open_sender, [receiver.plan for receiver in receivers])
     calls = _calls(receivers, sender.address)
     sending = _Sending(sender)
     works: dict[asyncio.Task[Any], Receiver | None] = {asyncio.create_task(sending.all(pieces)): None}
@@ -144,9 +141,14 @@ async def send_weights(
     raise TransferFailed(f"sending weights to {names} failed: {first}", errors, gone)
 
 
-async def _opened(open_sender: OpenSender, plan: GroupPlan) -> Sender:
+async def _opened(open_sender: OpenSender, plans: Sequence[GroupPlan]) -> Sender:
     """Open the sender; a sender that comes too late, when it is no longer waited for, is closed again."""
-    opening = in_thread(lambda: open_sender(plan))
+
+    def work() -> Sender:  # also resolves names
+        shared = min(plans, key=lambda plan: is_loopback(plan.towards))  # all have to reach the address towards it
+        return open_sender(replace(shared, num_workers=sum(plan.num_workers for plan in plans)))
+
+    opening = in_thread(work)
     try:
         return await asyncio.shield(asyncio.wrap_future(opening))
     except asyncio.CancelledError:

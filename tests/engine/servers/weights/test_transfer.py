@@ -249,8 +249,15 @@ def test_our_address_is_the_one_from_which_the_server_is_reached() -> None:
 LOCAL, FAR = "http://localhost:30000", "http://10.0.0.6:30000"
 
 
-@pytest.mark.parametrize("urls", [(LOCAL, FAR), (FAR, LOCAL), ("http://[::1]:1", "http://127.0.1.1:2", FAR)])
-async def test_the_group_meets_where_all_servers_reach_it(urls: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "urls", [(LOCAL, FAR), (FAR, LOCAL), ("http://[::1]:1", "http://127.0.1.1:2", FAR), ("http://own-name:1", FAR)]
+)
+async def test_the_group_meets_where_all_servers_reach_it(
+    urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+    own = {"own-name": "127.0.1.1"}  # as in /etc/hosts of Debian
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **kind: resolve(own.get(host, host), *rest, **kind))
     opened: list[GroupPlan] = []
 
     def open_sender(plan: GroupPlan) -> Sender:

@@ -194,8 +194,7 @@ class DatasetSettings(SourceSettings):
                 f"{where}: no column to learn from; set answer_column of source {self.name!r}"
                 f" (columns: {', '.join(prompt.columns)})"
             )
-        text = read_column(prompt.columns, column)
-        if not isinstance(text, str | int | float) or isinstance(text, bool):
+        if not isinstance(text := read_column(prompt.columns, column), str | int | float):
             raise NoAnswer(f"{where}: column {column!r} is {type(text).__name__}, and only text can be taught")
         return answer_text(text)
 

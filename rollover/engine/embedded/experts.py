@@ -18,10 +18,7 @@ from rollover.hf.architecture import ExpertShape
 
 @dataclass(slots=True)
 class Experts(Generic[M]):
-    """Holds the weights of the experts of a layer.
-
-    Example: Qwen3-30B-A3B has 128 of 768 inner numbers, and a ``router`` from 2048 to 128.
-    """
+    """Holds the weights of the experts of a layer."""
 
     shape: ExpertShape
     router: M

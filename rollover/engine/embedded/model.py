@@ -33,10 +33,7 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Mlp(Generic[M]):
-    """Holds the weights of a gated MLP.
-
-    Example: ``Mlp(gate_up, down)`` with ``gate_up`` from 1024 to 2 * 3072 and ``down`` from 3072 to 1024.
-    """
+    """Holds the weights of a gated MLP."""
 
     gate_up: M
     down: M

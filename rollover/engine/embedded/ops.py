@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 class Matrix(Protocol):
-    """The weights of one or more linear maps with the same input, laid out as their owner multiplies best.
-
-    Example: a ``TorchMatrix`` of zeros ``[1024, 4096]``: after ``fill(2048, keys_OI)`` with ``[1024, 1024]`` weights,
-    ``read(2048, 1024)`` gives them back.
-    """
+    """The weights of one or more linear maps with the same input, laid out as their owner multiplies best."""
 
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""

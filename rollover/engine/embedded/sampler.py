@@ -28,10 +28,7 @@ Draw = Callable[[Tensor, NDArray[np.float32], NDArray[np.float64]], tuple[Tensor
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn for B sequences, with their log-probs.
-
-    Example: ``Drawn([31, 4], [-0.2, 0.0], (b"", b"\\x04"))``: the second one was the only token left.
-    """
+    """The tokens drawn for B sequences, with their log-probs."""
 
     token_ids: list[int]
     logprobs: list[float]

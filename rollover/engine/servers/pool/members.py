@@ -90,6 +90,8 @@ class Member:
         self.started = asyncio.Event()
         """Cleared while it is being started again."""
         self.started.set()
+        self._was_awaited = False
+        """The trainer's turn has waited for its start since it was last up."""
         self.lost = asyncio.Event()
         """Set while it is down: its open calls end."""
         self.look = asyncio.Event()
@@ -119,10 +121,17 @@ class Member:
         """Admit it to calls: it is well and its weights are current."""
         assert not self.is_expelled, f"{self.name} is out permanently"
         self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
-        self._num_late_probes = 0
+        self._num_late_probes, self._was_awaited = 0, False
         if self._num_stopped_calls < _MAX_STOPPED_CALLS:
             self._num_failures = 0
         self.lost.clear()
+
+    async def until_started(self) -> None:
+        """Wait for a start that is under way, once until it is up again: a start that hangs would cost each turn."""
+        if not (self._was_awaited or self.started.is_set()):
+            self._was_awaited = True
+            logger.warning("the trainer's turn waits once for the start of %s (engine.launch_timeout_s)", self.name)
+            await self.started.wait()
 
     def suspect(self, reason: str) -> None:
         """Treat it as suspect, since a call has failed: it gets no more before the next probe, which is made now."""

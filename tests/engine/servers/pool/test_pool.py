@@ -103,6 +103,31 @@ async def test_a_member_whose_start_takes_longer_than_the_pool_is_awake_comes_ba
         assert pool.capabilities.max_running == 128 and (two.num_revivals, two.version) == (2, 3)
 
 
+async def test_the_turn_of_the_trainer_waits_once_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    class Hanging(Flaky):
+        async def revive(self) -> None:
+            await super().revive()
+            if self.failing is not None:
+                raise EngineError("it did not start")
+
+    two, waits_s = Hanging("two"), []
+    two.failing, two.revival_s = "dead", 900.0
+    async with pool_of(Flaky("one"), two) as pool:
+        for version in range(1, 7):
+            if version == 4:
+                two.failing, two.revival_s = None, 0.0
+            if version == 5:
+                two.failing, two.revival_s = "dead again", 900.0
+            await asyncio.sleep(120.0)
+            began_s = asyncio.get_running_loop().time()
+            await pool.sleep()
+            waits_s.append(asyncio.get_running_loop().time() - began_s)
+            await update(pool, FakeWeights(version))
+    assert [wait_s > 700.0 for wait_s in waits_s] == [True, False, False, False, True, False]
+    assert sum(waits_s[1:4] + waits_s[5:]) == 0.0
+    assert caplog.text.count("waits once for the start of two (engine.launch_timeout_s)") == 2
+
+
 async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
     one, two = Flaky("one"), Flaky("two")
     one.probe_s = two.probe_s = 0.5

@@ -180,6 +180,11 @@ class Feed:
         unchanged."""
         return self._open.replayed
 
+    @property
+    def is_decoding(self) -> bool:
+        """Return whether samples are running. May be asked from any thread."""
+        return bool(self._open.driver.ledger.running)
+
     def now_s(self) -> float:
         """Return the seconds since the run began, over all its processes, on the journal's clock."""
         return self._open.clock.now_s()

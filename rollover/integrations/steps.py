@@ -1,6 +1,7 @@
 """The steps of a host: each lasts from one request for a batch to the next.
 
-In between the host trains, loads weights into its servers, saves and logs. Its evaluations are excluded.
+In between the host trains, loads weights into its servers, saves and logs. Evaluations during which no sample decodes
+are excluded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class _AskedStep:
     decoded_before: float
     published_s: float | None = None
     handed_out_s: float | None = None
+    is_evaluating: bool = False
     aside_s: float = 0.0
+    evaluate_s: float = 0.0
     num_tokens: int = 0
     """Number of tokens of its batch."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
@@ -133,13 +136,22 @@ class AskedSteps:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Exclude the host's other work within this context, an evaluation say, from the step."""
-        underway, began_s = self._underway, time.perf_counter()
+        """Exclude the host's evaluation within this context from the step, unless samples decode meanwhile: then it
+        counts, as ``time/evaluate_s``. Within another such context it does nothing."""
+        underway = self._underway
+        if underway is None or underway.is_evaluating:
+            yield
+            return
+        underway.is_evaluating, began_s, is_decoding = True, time.perf_counter(), self._feed.is_decoding
         try:
             yield
         finally:
-            if underway is not None:
-                underway.aside_s += time.perf_counter() - began_s
+            elapsed_s = time.perf_counter() - began_s
+            underway.is_evaluating = False
+            if is_decoding or self._feed.is_decoding:
+                underway.evaluate_s += elapsed_s
+            else:
+                underway.aside_s += elapsed_s
 
     def close(self) -> None:
         """End the current step. One whose batch the host never received has no line."""
@@ -156,7 +168,9 @@ class AskedSteps:
             step_s=step_s,
             decoding_s=step_s if self._overlaps_training else rollout_s,
         )
-        train_s = max(step_s - rollout_s - metrics["time/publish_s"], 0.0)
+        if underway.evaluate_s:
+            speeds["time/evaluate_s"] = underway.evaluate_s
+        train_s = max(step_s - rollout_s - metrics["time/publish_s"] - underway.evaluate_s, 0.0)
         self._run.step_ended(underway.step, self._feed.now_s(), {**metrics, **speeds, "time/train_s": train_s})
 
     def _decoded(self) -> float:

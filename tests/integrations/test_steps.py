@@ -28,6 +28,7 @@ class Feed:
 
     def __init__(self) -> None:
         self.decoded = 0.0
+        self.is_decoding = False
         self.done: list[tuple[int, dict[WasteCause, int]]] = []
 
     def account(self) -> dict[str, float]:
@@ -79,13 +80,33 @@ def test_a_step_lasts_until_the_next_batch_is_asked_for(clock: Clock) -> None:
     told = a_step(steps, feed, clock, 0)
     assert (told["time/publish_s"], told["time/rollout_s"]) == (1.0, 10.0) and not run.rows
     clock.now_s += 4.0
-    with steps.set_aside():
-        clock.now_s += 100.0
+    for _ in range(2):
+        with steps.set_aside():
+            clock.now_s += 100.0
+            with steps.set_aside():
+                clock.now_s += 20.0
     steps.begin(1)
     ((step, row),) = run.rows
     assert (step, row["time/step_s"], row["time/train_s"]) == (0, 15.0, 4.0)
     assert (row["rollout/tokens_per_s"], row["time/decoding_s"]) == (50.0, 10.0)
-    assert row["perf/trained_tokens_per_s"] == pytest.approx(20 / 15)
+    assert row["perf/trained_tokens_per_s"] == pytest.approx(20 / 15) and "time/evaluate_s" not in row
+
+
+@pytest.mark.parametrize("decoding", [(True, True), (True, False), (False, True)])
+def test_the_time_of_an_evaluation_counts_where_samples_decode(clock: Clock, decoding: tuple[bool, bool]) -> None:
+    feed, run = Feed(), Run()
+    steps = AskedSteps(feed, run, overlaps_training=True)  # type: ignore[arg-type]
+    a_step(steps, feed, clock, 0)
+    clock.now_s += 4.0
+    feed.is_decoding = decoding[0]
+    with steps.set_aside(), steps.set_aside():
+        clock.now_s += 35.0
+        feed.decoded += 1000.0
+        feed.is_decoding = decoding[1]
+    steps.close()
+    ((_, row),) = run.rows
+    assert (row["time/step_s"], row["time/evaluate_s"], row["time/train_s"]) == (50.0, 35.0, 4.0)
+    assert row["rollout/tokens_per_s"] == 1500.0 / 50.0
 
 
 def test_only_steps_that_were_handed_out_have_a_line(clock: Clock) -> None:

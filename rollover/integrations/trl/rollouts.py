@@ -133,7 +133,7 @@ class HostedRollouts:
         self._steps.close()
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Exclude the host's other work within this context, an evaluation say, from the step."""
+        """Exclude TRL's evaluation within this context from the step, unless samples decode meanwhile."""
         return self._steps.set_aside()
 
     def saved(self, step: int) -> None:

@@ -69,7 +69,7 @@ awk '/^```python$/ { shown = ++blocks == 1; next } /^```$/ { shown = 0 } shown' 
     | sed 's/max_steps=40/max_steps=2/' >trains/train.py
 grep -q max_steps=2 trains/train.py
 (cd trains && "$work/trl/bin/python" train.py >said.txt 2>&1) || { cat trains/said.txt >&2 && exit 1; }
-[ "$(grep -c '"kind": *"step"' trains/out/rollover/metrics.jsonl)" -eq 2 ]
+[ "$(grep -c '"kind": *"step"' trains/out/_rollover/metrics.jsonl)" -eq 2 ]
 
 echo "with everything"
 install trl "$wheel[all]"

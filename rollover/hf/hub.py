@@ -37,6 +37,12 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
+def located(name: str) -> str:
+    """Return the name of a model as it is read from any working directory: a folder by its whole path."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else name
+
+
 def public_name(folder: Path) -> str:
     """Return the hub id of a folder in the hub's cache, else the folder's name: never a path of this machine.
 

@@ -54,11 +54,7 @@ def count(label: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelLine:
-    """The difference between versions and labels in one process of slime.
-
-    Example: a process that resumes after rollout 19, whose servers say ``"1"``, has
-    ``LabelLine.first(step=20, label="1", max_lag=0)``, and ``version("2", step=21)`` is 21.
-    """
+    """The difference between versions and labels in one process of slime."""
 
     shift: int
     """Version minus label."""

@@ -24,7 +24,7 @@ from typing import Any
 from rollover.batch import Batch, Group, WasteCause
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError, RunError
-from rollover.hf.hub import resolve_model
+from rollover.hf.hub import located, resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import FeedParts
 from rollover.integrations.hosted import check_capabilities
@@ -99,6 +99,7 @@ class SlimeRun:
             self._feed, self._steps = opened(
                 stack, self._record, settings.hosted, self._open_parts, step=start.step, observer=self._happened
             )
+            self._record.note(model=located(args.hf_checkpoint))
             self._closing = stack.pop_all()
         if learns_from_stale_tokens_unknowingly(args) and settings.hosted.rollout.staleness_bound > 0:
             logger.warning(

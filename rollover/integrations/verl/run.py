@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.batch import Batch
-from rollover.hf.hub import resolve_model
+from rollover.hf.hub import located, resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import FeedParts, ScoredByHost
 from rollover.integrations.record import HostedRun
@@ -124,7 +124,7 @@ class VerlRun:
                 observer=self._happened,
                 knows_rewards=self._scorer is not None,
             )
-            run.note(model=parts.model)
+            run.note(model=located(parts.model))
             self._closing = stack.pop_all()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from rollover.errors import ConfigError, DataError, EngineError, RunError
 from rollover.frontier.replay import read_recorded
 from rollover.integrations.slime import plugin
 from rollover.report.metrics import read_metrics
+from rollover.report.record import read_config
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
 from tests.integrations.slime import recorded
@@ -35,6 +36,7 @@ from tests.integrations.slime.kit import (
     shows_its_run,
     slime_over_servers,
     versions,
+    write_model,
 )
 from tests.integrations.slime.recorded import Manager, Sample
 from tests.speed import within
@@ -132,8 +134,12 @@ def test_caches_and_drafts_of_the_servers_reach_the_hosts_metrics(
         assert sum(info.spec_verify_ct for info in drafts) == 2 * len(said)
 
 
-def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Farm) -> None:
-    loop = run_of(tmp_path, servers)
+def test_the_run_is_one_to_report_on_and_to_simulate(
+    tmp_path: Path, servers: Farm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path)
+    loop = run_of(tmp_path, servers, hf_checkpoint=str(model.relative_to(tmp_path)))
     loop.steps(range(5))
     before = servers.decoded_tokens
     output = loop.manager.eval(4)
@@ -144,6 +150,7 @@ def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Fa
     for row in rows:
         assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
     shows_its_run(tmp_path / "ckpt/rollover")  # also while it is at work
+    assert read_config(tmp_path / "ckpt/rollover")["meta"]["model"] == str(model)
     found = read_recorded(tmp_path / "ckpt/rollover")
     assert found.takes_turns and found.scenario.max_running == 2 * loop.manager.args.sglang_server_concurrency
 

@@ -146,14 +146,18 @@ def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert names == ["from_step_0", "from_step_0.2", "from_step_0.3"]
 
 
-def test_the_directory_tells_that_replicas_decode_and_take_turns(tmp_path: Path) -> None:
+def test_the_directory_tells_that_replicas_decode_and_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     end, sizes = SimpleNamespace(eos_token_id=0), {"max_running": 2048, "max_context_tokens": 4096}
-    parts = VerlParts(client=None, replicas=[], reward_workers=None, tokenizer=end, model=str(tmp_path), **sizes)  # type: ignore[arg-type]
+    parts = VerlParts(client=None, replicas=[], reward_workers=None, tokenizer=end, model=tmp_path.name, **sizes)  # type: ignore[arg-type]
     rows = VerlRows(lambda messages: [1], lambda number: None, group_size=GROUP, chunk=3)
     VerlRun(verl_settings(config()), parts, rows, first_step=0, folder=tmp_path / "run").close()
     found = read_config(tmp_path / "run")
     assert found["engine"] == {"kind": "verl"}, "and no embedded one"
     assert (found["meta"]["max_running"], found["meta"]["takes_turns"]) == (2048, True)
+    assert found["meta"]["model"] == str(tmp_path), "reports are drawn in any working directory"
 
 
 # -- prompts and fields -----------------------------------------------------------------------------------------------

@@ -47,8 +47,6 @@ class DatasetPrompts:
         encode: tokenises the value of that column as TRL does.
         shuffle: each epoch in an order of its own, drawn from ``seed``; otherwise always in the order of the rows.
         max_prompt_tokens: longest prompt that leaves room for a response.
-
-    Example: with 20 rows, ``prompt(41)`` is a row of the third epoch, called ``train/7@2``, say.
     """
 
     def __init__(

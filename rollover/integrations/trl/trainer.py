@@ -18,7 +18,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ from rollover.integrations.trl.checks import (
 from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerprint
 from rollover.integrations.trl.rollouts import HostedRollouts
 from rollover.integrations.trl.weights import dropouts, model_folder, number_format
+from rollover.report.record import read_config
 from rollover.rollout.events import Event
-from rollover.run.directory import is_run
+from rollover.run.directory import RunDir
 
 _RATIO = "importance_sampling_ratio"
 _UNWEIGHED = (
@@ -91,7 +92,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         refuse(arguments_in_the_way(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments))
         self._rollouts: HostedRollouts | None = None
         self._answers: Answers | None = None
-        self._resumes = False
         self._observer = observer
         super().__init__(*args, **kwargs)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -117,8 +117,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             RunError: the output directory has the rollouts of an earlier run, or of a run other than the resumed one.
             RolloverError: the message says what the user can do about it; the run can be resumed.
         """
-        self._resumes = bool(resume_from_checkpoint)
-        place = run_folder(Path(self.args.output_dir))
+        resumes = bool(resume_from_checkpoint)
+        place = run_folder(Path(self.args.output_dir), resume=resumes)
         if resume_from_checkpoint is True:
             found = whole_checkpoints(Path(self.args.output_dir))
             resume_from_checkpoint = str(found[-1][1]) if found else None
@@ -136,7 +136,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             place,
             self.rollover_config,
             host=f"trl {trl_version()}",
-            resume=self._resumes,
+            resume=resumes,
             facts={"dataset": fingerprint(self.train_dataset)},
             remedy="resume it with trainer.train(resume_from_checkpoint=True)",
         )
@@ -222,7 +222,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does. The time is no part of a step."""
+        """Evaluate as TRL does. The time is no part of a step, unless samples decode meanwhile."""
         with nullcontext() if self._rollouts is None else self._rollouts.set_aside():
             return super().evaluate(*args, **kwargs)
 
@@ -251,6 +251,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _opened_rollouts(self) -> HostedRollouts:
         if self._rollouts is None:
+            is_new = not self._run.journal.exists()
             model = self.accelerator.unwrap_model(self.model)
             self._rollouts = HostedRollouts(
                 self.rollover_config,
@@ -264,7 +265,19 @@ class GRPOTrainer(trl.GRPOTrainer):
                 step=self.state.global_step // steps_per_batch(self.args),
                 observer=self._observer,
             )
+            if is_new:  # later, neither the dataset nor the length of responses may change
+                self._measure_prompts(self._rollouts)
         return self._rollouts
+
+    def _measure_prompts(self, rollouts: HostedRollouts) -> None:
+        """Measure all rows once the engine is open, here because it takes long: the feed must answer meanwhile. A run
+        that this ends has not begun."""
+        try:
+            self._source.measure()
+        except BaseException:
+            rollouts.feed.close()
+            self._run.journal.unlink()
+            raise
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a response for TRL: with others, responses would look truncated to it."""
@@ -273,18 +286,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _make_source(self, capabilities: Capabilities) -> DatasetPrompts:
         # A tokenizer must not be used in two threads, so the feed has its own.
         tokenizer = copy.deepcopy(self.processing_class)
-        source = DatasetPrompts(
+        self._source = DatasetPrompts(
             self.train_dataset,
             encoder(tokenizer, {"chat_template": self.chat_template, **self.chat_template_kwargs}),
             seed=self.rollover_config.seed,
             shuffle=self.shuffle_dataset is not False,
             max_prompt_tokens=capabilities.max_context_tokens - self.max_completion_length,
         )
-        if not (
-            self._resumes and self._run.journal.exists()
-        ):  # later, neither the dataset nor the length of responses may change
-            source.measure()
-        return source
+        return self._source
 
     def _row(self, row: int) -> dict[str, Any]:
         columns = dict(self.train_dataset[row])
@@ -325,11 +334,19 @@ _LOGGED = {
 """Metrics of the rollouts that TRL logs: TRL's names for ours."""
 
 
-def run_folder(output_dir: Path) -> Path:
+def run_folder(output_dir: Path, *, resume: bool) -> Path:
     """Return the directory of the run. Uploads of ``output_dir`` to the Hub leave out names that begin with an
-    underscore: prompts and responses may be private. The directory of an earlier version is renamed."""
-    place = output_dir / "_rollover"
-    if is_run(older := output_dir / "rollover") and not place.exists():
+    underscore: prompts and responses may be private. The directory in which an earlier version began the run is renamed
+    when the run is resumed, and is otherwise the run's, so that a new run is refused. Raises ``RunError`` when another
+    process works there."""
+    place, older, job = output_dir / "_rollover", output_dir / "rollover", None
+    with suppress(RunError):  # there is none, or it is of something else
+        job = read_config(older)["meta"].get("job")
+    if place.exists() or job != "trl":
+        return place
+    with RunDir(older) as run:
+        if run.journal.exists() and not resume:
+            return older
         older.rename(place)
     return place
 

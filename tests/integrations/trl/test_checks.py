@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +204,22 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_its_row() -> None:
         source(0)
 
 
-def test_all_rows_are_measured_before_a_run_begins(tiny_model: Path, tmp_path: Path) -> None:
+def test_all_rows_are_measured_before_a_run_begins(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source(11, most=3).measure()
     with pytest.raises(DataError, match="the prompt of row 10 has 3 tokens, where 1 to 2 leave room"):
         source(11, most=2).measure()
     long = datasets.Dataset.from_list([*letters(), {"prompt": "1=" * 5000, "answer": "1"}])
     made = trainer(tiny_model, tmp_path, dataset=long, shuffle_dataset=False)
-    with pytest.raises(DataError, match=r"the prompt of row 16 has 10\d\d\d tokens"):
-        made.train()
-    assert made.seen == []
+    measure, threads = DatasetPrompts.measure, []
+    monkeypatch.setattr(
+        DatasetPrompts, "measure", lambda prompts: threads.append(threading.current_thread()) or measure(prompts)
+    )
+    for _ in range(2):  # the first has not begun, so the second is no resume
+        with pytest.raises(DataError, match=r"the prompt of row 16 has 10\d\d\d tokens"):
+            made.train()
+    assert made.seen == [] and threads == [threading.main_thread()] * 2, "the feed's thread looks after the engine"
 
 
 def test_a_dataset_is_told_from_another() -> None:

@@ -16,9 +16,10 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from rollover.errors import ConfigError, RunError
-from rollover.integrations.trl.trainer import whole_checkpoints
+from rollover.integrations.trl.trainer import run_folder, whole_checkpoints
 from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
 from rollover.rollout.journal import read_events
+from rollover.run.directory import RunDir
 from tests.integrations.trl.killed import POINTS, STEPS
 from tests.integrations.trl.kit import PROMPTS, WatchedTrainer, journaled, letters, trainer
 from tests.speed import within
@@ -154,6 +155,27 @@ def test_uploads_to_the_hub_leave_out_the_run_by_either_name(
     for said in uploads:
         sent = [*filter_repo_objects(there, ignore_patterns=said["ignore_patterns"])]
         assert "model.safetensors" in sent and not [name for name in sent if "rollover" in name]
+
+
+def test_the_folder_of_an_earlier_version_is_renamed_only_for_its_own_run(tmp_path: Path) -> None:
+    place, older = tmp_path / "_rollover", tmp_path / "rollover"
+    older.mkdir()
+    for job, has_begun, resume, found in (
+        (None, True, True, place),
+        ("train", True, True, place),
+        ("trl", True, False, older),
+        ("trl", True, True, None),
+        ("trl", False, False, None),
+    ):
+        (older / "config.json").write_text(json.dumps({"meta": {"job": job}} if job else {}))
+        (older / "journal.sqlite").touch() if has_begun else (older / "journal.sqlite").unlink()
+        if found is not None:
+            assert run_folder(tmp_path, resume=resume) == found and older.exists() and not place.exists()
+            continue
+        with RunDir(older), pytest.raises(RunError, match=f"{older} is in use by pid {os.getpid()}"):
+            run_folder(tmp_path, resume=resume)
+        assert run_folder(tmp_path, resume=resume) == place == run_folder(tmp_path, resume=False)
+        place.rename(older)
 
 
 def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_model: Path, tmp_path: Path) -> None:

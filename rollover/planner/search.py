@@ -128,13 +128,13 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] =
         problem = fleet_problem(part, spec, _widest(part, inside), inside=inside)
     except PlanError:
         return False
-    target = spec.target_steps_per_s
-    if target is None:
-        rate = best.solution.steps_per_s
-        least = rate * (1 - _COARSE) if len(best.fleet.nodes) <= _SOME_NODES else rate * (1 + GAP)
-        return may_reach(problem, min(best.solution.bound_steps_per_s, least))
-    assert best.cost_per_hour is not None
-    return may_reach(problem, target, best.cost_per_hour * (1 - GAP))
+    least, cheaper = spec.target_steps_per_s, (best.cost_per_hour or 0.0) * (1 - GAP)
+    if least is None:
+        rate, least = best.solution.steps_per_s, best.solution.steps_per_s * (1 - GAP)
+        faster = rate * (1 - _COARSE) if len(best.fleet.nodes) <= _SOME_NODES else rate * (1 + GAP)
+        if may_reach(problem, min(best.solution.bound_steps_per_s, faster)):
+            return True
+    return cheaper > 0 and may_reach(problem, least, cheaper)
 
 
 # --- Parts of a fleet -------------------------------------------------------------------------------------------------

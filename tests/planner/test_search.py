@@ -134,14 +134,15 @@ def test_a_refused_target_is_told_the_rate_of_the_fastest_part() -> None:
         make_plan(two, PlanSpec(model=MODEL, workload=SPEC, max_staleness=1, target_steps_per_s=100.0))
 
 
-def test_the_cheapest_of_almost_equal_parts_is_chosen() -> None:
+@pytest.mark.parametrize("counts", [(1, 1), (8, 1)])
+def test_the_cheapest_of_almost_equal_parts_is_chosen(counts: tuple[int, int]) -> None:
     """A reward of 100 s leaves a faster device nothing to gain."""
     dear, cheap = (
         replace(FAST, name="d", price_per_hour=3.0, flops=1.05 * FAST.flops),
         replace(FAST, price_per_hour=1.0),
     )
     spec = PlanSpec(model=MODEL, workload=replace(SPEC, reward_s=100.0), max_staleness=1)
-    plans = [make_plan(fleet(1e8, *types, counts=[1] * len(types)), spec) for types in ((dear,), (dear, cheap))]
+    plans = [make_plan(fleet(1e8, *types, counts=counts[: len(types)]), spec) for types in ((dear,), (dear, cheap))]
     assert plans[0].solution.steps_per_s * (1 - GAPS) < plans[1].solution.steps_per_s < plans[0].solution.steps_per_s
     assert plans[1].used == {"a": 2} and plans[1].cost_per_hour == 2.0
 

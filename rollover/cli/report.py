@@ -24,7 +24,7 @@ def command(run: Path, open_browser: bool, serve: bool, port: int | None) -> Non
     from rollover.report.summary import summarize
 
     record = read_run(run)
-    for alarm in summarize(record.metrics, record.timeline).alarms:
+    for alarm in summarize(record.metrics, record.timeline, record.config).alarms:
         click.echo(f"alarm: {alarm}")
     path = write_report(run, record)
     click.echo(f"report: {path}")

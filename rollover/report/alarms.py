@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from rollover.algorithms import Algorithm
+from rollover.algorithms.registry import ADVANTAGES
 from rollover.report.metrics import MetricRow, series
 
 RECENT = 10
@@ -50,14 +52,17 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """(metric, condition on its mean over the recent steps, text)."""
 
 
-def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ...]:
+def alarms(
+    rows: Sequence[MetricRow], algorithm: Algorithm | None = None, *, filtered: float = 0.0
+) -> tuple[str, ...]:
     """Return the alarms of a run, each a sentence with its numbers and what to look at.
 
     Args:
         rows: the rows of ``metrics.jsonl``, of which training steps count.
+        algorithm: the algorithm of a ``rollover train``; ``None`` inside another trainer.
         filtered: the share of the decoded tokens that ``algorithm.group_filter`` dropped.
     """
-    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows), _failures(rows), _long_failures(rows)]
+    found = [_signal(rows, algorithm, filtered), _entropy(rows), _surprise(rows), _failures(rows), _long_failures(rows)]
     for metric, is_wrong, text in _LIMITS:
         value = _recent(rows, metric)
         if value is not None and is_wrong(value):
@@ -65,9 +70,10 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
     return tuple(alarm for alarm in found if alarm)
 
 
-def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
-    """Look for rewards that teach nothing because all, or all of a group, are equal."""
-    advice = "Read responses and their rewards under Samples: is a right answer recognised?"
+def _signal(rows: Sequence[MetricRow], algorithm: Algorithm | None, filtered: float) -> str | None:
+    """Look for rewards that teach nothing because all, or all of a group, are equal. If the algorithm compares more than
+    the rewards of a group, advantages tell whether they teach; if not, advantages may be for the length alone."""
+    advice = "Read responses under Samples: is a right answer recognised?"
     if filtered > 0.9:
         return (
             f"{filtered:.0%} of the decoded tokens were dropped by algorithm.group_filter, because the rewards of"
@@ -81,13 +87,17 @@ def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
     if len(rewards) < (EARLY if is_early else _FEWEST):
         return None
     steps = f"the last {len(rewards)} steps"
-    if is_one:
-        causes = (
-            " Often the reward expects a form that no response has, or compares with the wrong column or type: a dry"
-            " run (`rollover train CONFIG --dry-run`) says what the reference answers score."
-        )
+    row = ADVANTAGES[algorithm.advantage if algorithm else "group_std"]
+    has_advantages = any(_values(rows, "advantage/abs_mean")[-RECENT:])
+    teaches_parts = has_advantages and (row.by_component or row.by_turn)
+    if is_one and not teaches_parts:
+        causes = " Often the reward expects a form that no response has, or compares with the wrong column or type."
+        if algorithm:
+            causes += " A dry run (`rollover train CONFIG --dry-run`) says what the reference answers score."
         value = rewards[-1]
         return f"every reward of {steps} is {value:g}: rewards teach nothing. {advice}{causes * (value <= 0)}"
+    if teaches_parts or (has_advantages and row.compares != "siblings"):
+        return None
     if not shares or (share := fmean(shares)) >= 0.1:
         return None
     if share > 0:
@@ -96,9 +106,7 @@ def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
             f"{1 - share:.0%} of the groups of {steps} have equal rewards, {fmean(rewards):.2f} on average: the prompts"
             f" are too {level}, or the reward tells no responses apart. {advice}"
         )
-    if any(_values(rows, "advantage/abs_mean")[-RECENT:]):
-        return None  # it compares with more than the sums of the group
-    return f"all rewards within a group of {steps} are equal: nothing is learned. {advice}"
+    return f"all rewards within a group of {steps} are equal: rewards teach nothing. {advice}"
 
 
 def _entropy(rows: Sequence[MetricRow]) -> str | None:

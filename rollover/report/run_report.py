@@ -91,7 +91,7 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
         samples: the samples to read, as HTML.
         is_live: whether the page replaces itself by what its server has later.
     """
-    summary = summarize(record.metrics, record.timeline)
+    summary = summarize(record.metrics, record.timeline, record.config)
     page = Page(f"{record.name} · Rollover")
     page.add(header("Rollover run", record.name, run_facts(record, summary)))
     page.add(alarm_list(summary.alarms))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +22,7 @@ from rollover.report.alarms import alarms
 from rollover.report.measures import LengthSummary
 from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, standard_error_of
 from rollover.report.record import RunRecord
+from rollover.report.samples import algorithm_of
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import SampleFailed
@@ -94,7 +97,9 @@ class RunSummary:
         return sum(tokens.values()) / self.decoded_tokens if self.decoded_tokens else 0.0
 
 
-def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
+def summarize(
+    rows: Sequence[MetricRow], timeline: Timeline, config: Mapping[str, Any] = MappingProxyType({})
+) -> RunSummary:
     loop = _values(rows, "time/step_s")
     loop_s = sum(loop)
     steps = [r.values for r in rows if r.kind == "step"]
@@ -108,7 +113,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
     wasted, decoded = timeline.wasted_tokens, timeline.decoded_tokens
     filtered = wasted.get(WasteCause.FILTER_ZERO_SIGNAL, 0) / decoded if decoded else 0.0
     return RunSummary(
-        num_steps=len(loop) or len(timeline.steps),
+        num_steps=len(steps) or len(timeline.steps),
         loop_s=loop_s or None,
         accuracy_before=before,
         accuracy_after=after,
@@ -131,7 +136,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         peak_memory_bytes=int(max(memory)) if memory else None,
         late_rewards=int(sum(_values(rows, "reward/late")) + sum(n for _, _, n in series(rows, "eval", "eval/late"))),
         failures=measures.failure_kinds(timeline.failures),
-        alarms=alarms(rows, filtered=filtered),
+        alarms=alarms(rows, algorithm_of(config), filtered=filtered),
     )
 
 

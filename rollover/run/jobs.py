@@ -146,7 +146,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
         begun = start(config, run, progress, stack)
         _run(work())
     record = read_run(run.path)
-    progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
+    progress.console.print(summary_table(record, summarize(record.metrics, record.timeline, record.config)))
     write_report(run.path, record)
     if interrupt.number is not None:
         raise Stopped(interrupt.number)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollover.algorithms import Algorithm
 from rollover.batch import Batch, WasteCause
 from rollover.engine.base import EngineMetrics
 from rollover.errors import printable
@@ -66,7 +67,7 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
     return observe
 
 
-def alarms_to(show: Callable[[str], None]) -> Observer:
+def alarms_to(show: Callable[[str], None], algorithm: Algorithm | None = None) -> Observer:
     """Return an observer that shows the alarms of a run after 3 and 10 steps, and whenever twice as many have ended."""
     rows: deque[MetricRow] = deque(maxlen=20 * RECENT)
     num_steps, shown_at = 0, EARLY
@@ -79,7 +80,7 @@ def alarms_to(show: Callable[[str], None]) -> Observer:
         num_steps += 1
         if num_steps >= shown_at:
             shown_at = max(RECENT, 2 * num_steps)
-            for alarm in alarms(rows):
+            for alarm in alarms(rows, algorithm):
                 show(f"alarm: {alarm}")
 
     return observe

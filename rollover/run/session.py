@@ -244,7 +244,7 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress) -> Observer
             batch_size=config.rollout.rollout_batch_size * config.rollout.num_siblings,
             engine=parts.engine.metrics,
         ),
-        alarms_to(progress.message),
+        alarms_to(progress.message, resolve(config.algorithm)),
     ]
     if config.logging.samples_every_steps and (config.logging.wandb or config.logging.trackio):
         rows = partial(_sample_rows, config, parts)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from rollover.algorithms.config import algorithm
 from rollover.batch import Batch, WasteCause
 from rollover.report.alarms import alarms
 from rollover.report.metrics import MetricRow, read_metrics
@@ -38,11 +39,13 @@ def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[Metr
 def test_a_reward_that_never_differs_is_named_with_its_value(value: float) -> None:
     (alarm,) = alarms(rows(12, reward__mean=value, reward__groups_with_signal=0.0))
     assert alarm.startswith(f"every reward of the last 10 steps is {value:g}: rewards teach nothing.")
+    assert "--dry-run" not in alarm, "another trainer has none"
 
 
 def test_one_reward_for_a_hundred_responses_is_named_after_three_steps() -> None:
     def found(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[str, ...]:
-        return alarms(rows(num_steps, **({"reward__mean": 0.0, "reward__groups_with_signal": 0.0} | curves)))
+        equal = {"reward__mean": 0.0, "reward__groups_with_signal": 0.0}
+        return alarms(rows(num_steps, **(equal | curves)), algorithm("grpo"))
 
     (alarm,) = found(3, rollout__batch_samples=34)
     assert alarm.startswith("every reward of the last 3 steps is 0: rewards teach nothing.") and "--dry-run" in alarm
@@ -55,11 +58,21 @@ def test_equal_rewards_within_groups_teach_nothing() -> None:
     assert alarm.startswith("all rewards within a group of the last 6 steps are equal")
 
 
-@pytest.mark.parametrize("shares", [{"reward__groups_with_signal": 0.0}, {"reward__groups_with_signal": math.nan}])
-def test_equal_rewards_within_groups_are_no_alarm_where_more_is_compared(shares: dict[str, float]) -> None:
-    """Whitened advantages compare the batch; groups of one response have no share."""
-    found = rows(10, reward__mean=0.5, reward__std=0.5, advantage__abs_mean=0.8, **shares)
-    assert alarms(found) == ()
+@pytest.mark.parametrize("curves", [{"reward__mean": 1.0}, {}, {"reward__groups_with_signal": 0.05}])
+@pytest.mark.parametrize("name", ["grpo", "reinforce++", "turn-grpo"])
+def test_equal_rewards_are_no_alarm_if_more_is_compared(name: str, curves: dict[str, float]) -> None:
+    """Whitened advantages compare the batch, turns their rewards. Else advantages are for the length alone."""
+    base = {"reward__mean": lambda step: step / 10, "reward__groups_with_signal": 0.0, "advantage__abs_mean": 0.8}
+    found = alarms(rows(10, **(base | curves)), algorithm(name))
+    assert [" equal" in text or "every reward" in text for text in found] == [True] * (
+        name == "grpo" or (name == "reinforce++" and "reward__mean" in curves)
+    )
+    assert len(alarms(rows(10, **(base | curves | {"advantage__abs_mean": 0.0})), algorithm(name))) == 1
+
+
+def test_groups_of_one_response_have_no_share() -> None:
+    shares = {"reward__groups_with_signal": math.nan}
+    assert alarms(rows(10, reward__mean=0.5, reward__std=0.5, advantage__abs_mean=0.8, **shares)) == ()
 
 
 @pytest.mark.parametrize(("mean", "level"), [(0.02, "too hard"), (0.99, "too easy")])

@@ -2,7 +2,7 @@
 
 Invariants: every line on disk is complete or is the last one, so a crash costs at most the line being written; after a
 resume, the newer history replaces the older one from the step at which the run resumes. Steps that are repeated then
-keep the speed of the first time, since their rollouts are not repeated.
+keep the speed of the first time, since their rollouts are not repeated; it is 0 if they are skipped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self, cast, get_args
 
 from rollover.errors import ResourceError, RunError, parse_json
+from rollover.report.throughput import TRAINED
 
 FILE_NAME = "metrics.jsonl"
 
 Kind = Literal["step", "eval", "warmup"]
 
-_SPEED = ("time/", "perf/", "rollout/tokens_per_s", "reward/late", "reward/work_s", "judge/")
+SPEED = ("time/", "perf/", "rollout/tokens_per_s", "reward/late", "reward/work_s", "judge/")
 """Beginnings of the names of what a step measures of its rollouts and its time."""
 
 
@@ -129,7 +130,9 @@ def _newest_history(rows: Iterable[MetricRow]) -> tuple[MetricRow, ...]:
             if row.kind == "step":
                 kept = [r for r in kept if r.kind != "eval" or r.step <= row.step]
         if row.kind == "step" and (earlier := first.setdefault(row.step, row)) is not row:
-            speed = {name: value for name, value in earlier.values.items() if name.startswith(_SPEED)}
+            speed = {name: value for name, value in earlier.values.items() if name.startswith(SPEED)}
+            if not row.values.get(TRAINED.name, math.nan):  # its batch is skipped this time
+                speed[TRAINED.name] = 0.0
             row = replace(row, values={**row.values, **speed})
         last[row.kind] = row.step
         kept.append(row)

@@ -14,6 +14,7 @@ from rollover.clock import Clock
 from rollover.engine.base import EngineMetrics
 from rollover.environments.scorer import RewardScorer
 from rollover.report import throughput
+from rollover.report.metrics import SPEED
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, drift_metrics, ledger_metrics
 from rollover.run.observers import StepEnded
@@ -48,6 +49,7 @@ class StepMeter:
         self._measured: dict[str, float] = {}
         self._step_began_s = clock.now_s()
         self._at_last_step = self._counters()
+        self._replayed = frozenset(ledger.replay)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -76,7 +78,8 @@ class StepMeter:
                 self._step_began_s += elapsed_s
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
-        """Return the metrics of the step that ends now, and start the next one."""
+        """Return the metrics of the step that ends now, and start the next one. A batch that an earlier process decoded
+        has no speed."""
         now_s = self._clock.now_s()
         counters, before = self._counters(), self._at_last_step
         step_s = now_s - self._step_began_s
@@ -98,6 +101,8 @@ class StepMeter:
             ),
             "memory/peak_bytes": peak_memory_bytes(),
         }
+        if batch.step in self._replayed and WasteCause.SKIPPED not in trained.untrained:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(SPEED)}
         self._timings.clear()
         self._measured.clear()
         self._at_last_step = counters

@@ -81,6 +81,11 @@ def test_a_repeated_step_keeps_the_speed_of_the_time_that_decoded_its_batch(tmp_
     assert [values["loss"] for values in rows] == [10, 10, 2, 2, 2, 2]
     assert [values["reward/late"] for values in rows] == [10, 10, 10, 10, 2, 2]
     assert TRAINED.over(rows) == DECODED.over(rows) == (50 * 40 + 300 * 4) / 44
+    with MetricsWriter(tmp_path) as writer:
+        writer.write("step", 5, 0.0, {TRAINED.name: 0.0, "time/step_s": 0.01})  # skipped
+        writer.write("step", 6, 0.0, {"loss": 1.0})  # decoded by a process that wrote no row
+    rows = [row.values for row in read_metrics(tmp_path)]
+    assert (TRAINED.over(rows), DECODED.over(rows)) == ((50 * 40 + 300 * 2) / 44, (50 * 40 + 300 * 4) / 44)
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_read_as_nan(tmp_path: Path) -> None:

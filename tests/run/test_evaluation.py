@@ -20,7 +20,7 @@ from rollover.batch import TrainedStep
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, EnginesAway, RewardError
-from rollover.report.metrics import MetricRow
+from rollover.report.metrics import SPEED, MetricRow
 from rollover.rollout.environment import Environment, NoEnvironment
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
@@ -302,6 +302,11 @@ def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, co
         await rig.driver.stop()
         assert metrics["time/step_s"] == pytest.approx(collected_s + counted_s)
         assert metrics.get("time/evaluate_s", 0.0) == pytest.approx(counted_s), "it is no time of the trainer"
+        rig.ledger.replay.append(0)  # as in the process after a kill, which measures nothing of its speed
+        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+        await asyncio.sleep(1.0)
+        again = meter.step_ended(batch, TrainedStep(metrics={"time/step_s": 1.0, "loss": 0.5})).metrics
+        assert again["loss"] == 0.5 and not any(name.startswith(SPEED) for name in again)
 
     run(measured())
 

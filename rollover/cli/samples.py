@@ -47,6 +47,8 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
     if not samples:
         known = ", ".join(sorted({s.prompt.source for s in batch.samples}))
         raise RunError(f"step {batch.step} trained no sample of source {source!r}; it trained samples of {known}")
+    if sort == "advantage" and all(s.relative is None for s in samples):
+        raise RunError(f"no sample of step {batch.step} is compared with its group: choose another --sort")
     ordered = in_order(samples, sort)
     tokenizer = tokenizer_of(run, config)
     state = "trained" if batch.is_trained else "is training"

@@ -20,11 +20,7 @@ _FASTER = 1.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A recommended setting, and how much gain its lag costs.
-
-    Example: if the best setting gains 1.8 times the throughput of synchronous rollout and the chosen one 1.6 times,
-    ``share`` is 0.75.
-    """
+    """A recommended setting, and how much gain its lag costs."""
 
     chosen: FrontierPoint
     best: FrontierPoint

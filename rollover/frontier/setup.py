@@ -29,11 +29,7 @@ _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
-    """Section ``[engine]`` of a scenario file; unset keys are taken from the device, the benchmark or the run.
-
-    Example: ``EngineSection(c0_s=0.012, b0=48.0, replicas=4)``: each of four replicas takes 12 ms for an iteration over
-    an empty batch, and 24 ms over 48 samples.
-    """
+    """Section ``[engine]`` of a scenario file; unset keys are taken from the device, the benchmark or the run."""
 
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""

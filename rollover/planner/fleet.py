@@ -21,10 +21,7 @@ from rollover.settings.schema import build
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkEntry:
-    """A connection between nodes.
-
-    Example: ``NetworkEntry(gbit_s=400).link.bytes_per_s`` is 5e10.
-    """
+    """A connection between nodes."""
 
     gbit_s: float
     """Bandwidth of a whole node, Gbit/s, one way."""
@@ -44,10 +41,7 @@ class NetworkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEntry(NetworkEntry):
-    """Table ``[[links]]``: the link between two nodes, or between each node of one entry and each of another.
-
-    Example: ``LinkEntry(between=("a-0", "b"), gbit_s=10)`` joins node ``a-0`` to each node of entry ``b`` at 1.25 GB/s.
-    """
+    """Table ``[[links]]``: the link between two nodes, or between each node of one entry and each of another."""
 
     between: tuple[str, ...]
     """Two names, each of an entry of nodes or of one of its nodes, such as ``a-0``."""
@@ -60,10 +54,7 @@ class LinkEntry(NetworkEntry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEntry:
-    """Table ``[[nodes]]``: machines of one kind.
-
-    Example: ``NodeEntry(device="h20", num_devices=8, name="b", count=2).names`` is ``("b-0", "b-1")``.
-    """
+    """Table ``[[nodes]]``: machines of one kind."""
 
     device: str
     """Key of the device in the catalogue or in ``[devices]``."""
@@ -95,11 +86,7 @@ class NodeEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
-    """A whole fleet file.
-
-    Example: ``FleetFile(nodes=(NodeEntry(device="h20", num_devices=8, count=4),), budget_per_hour=50.0)`` has 32
-    devices; a plan uses only as many of them as cost at most 50 an hour.
-    """
+    """A whole fleet file."""
 
     nodes: tuple[NodeEntry, ...]
     name: str | None = None

@@ -15,11 +15,7 @@ from rollover.planner.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpec:
-    """The request for a plan, independent of the fleet.
-
-    Example: ``PlanSpec(model=qwen_7b, workload=math_16k, max_staleness=4)`` asks for the fastest plan whose trained
-    tokens are at most 4 versions old; with ``target_steps_per_s=0.02`` for the cheapest that trains a step every 50 s.
-    """
+    """The request for a plan, independent of the fleet."""
 
     model: ModelShape
     workload: WorkloadSpec

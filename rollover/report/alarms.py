@@ -52,9 +52,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """(metric, condition on its mean over the recent steps, text)."""
 
 
-def alarms(
-    rows: Sequence[MetricRow], algorithm: Algorithm | None = None, *, filtered: float = 0.0
-) -> tuple[str, ...]:
+def alarms(rows: Sequence[MetricRow], algorithm: Algorithm | None = None, *, filtered: float = 0.0) -> tuple[str, ...]:
     """Return the alarms of a run, each a sentence with its numbers and what to look at.
 
     Args:
@@ -71,8 +69,8 @@ def alarms(
 
 
 def _signal(rows: Sequence[MetricRow], algorithm: Algorithm | None, filtered: float) -> str | None:
-    """Look for rewards that teach nothing because all, or all of a group, are equal. If the algorithm compares more than
-    the rewards of a group, advantages tell whether they teach; if not, advantages may be for the length alone."""
+    """Look for rewards that teach nothing because all, or all of a group, are equal. Advantages tell whether they teach
+    if the algorithm compares more than the rewards of a group; if not, these may be for the length alone."""
     advice = "Read responses under Samples: is a right answer recognised?"
     if filtered > 0.9:
         return (

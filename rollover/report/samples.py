@@ -116,7 +116,8 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
     if wanted not in batches:
         raise RunError(f"{run_dir} has no batch of step {wanted}: it has the batches of steps 0 to {max(batches)}")
     samples = _samples(journal, wanted, batches[wanted])
-    if not read_config(run_dir)["meta"].get("knows_rewards", True):
+    meta = read_config(run_dir)["meta"]
+    if not meta.get("knows_rewards", meta.get("job") != "trl"):  # an earlier version noted no such fact
         samples = tuple(replace(sample, reward=math.nan, relative=None) for sample in samples)
     return TrainedBatch(wanted, samples, wanted in trained)
 

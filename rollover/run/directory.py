@@ -228,8 +228,7 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` with ``overrides`` applied. Raises ``RunError`` when there is no run, or
     when an override changes a setting that may not change."""
     config, meta = _read(path)
-    if host := meta.get("host"):
-        raise RunError(f"{path} holds the rollouts of {host}: that trainer resumes its runs itself, not rollover train")
+    _require_own(path, meta)
     if (job := meta.get("job", "train")) != "train":
         raise RunError(
             f"{path} is the directory of a rollover {job}, which runs in one go and has nothing to resume;"
@@ -267,7 +266,16 @@ def refusals(before: Any, after: Any) -> dict[str, str]:
 
 def derived_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` as the start of another run: any setting may be overridden."""
-    return restore(_read(path)[0], str(path / layout.CONFIG), overrides)
+    config, meta = _read(path)
+    _require_own(path, meta)
+    return restore(config, str(path / layout.CONFIG), overrides)
+
+
+def _require_own(path: Path, meta: Mapping[str, Any]) -> None:
+    if host := meta.get("host"):
+        raise RunError(
+            f"{path} holds the rollouts of {host}: that trainer resumes and saves its runs itself, not rollover"
+        )
 
 
 def is_run(path: Path) -> bool:

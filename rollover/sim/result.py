@@ -14,10 +14,7 @@ from rollover.sim.replica import Replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. Counters cover this step alone.
-
-    Example: with ``lag=BatchLag([{0: 900, 1: 100}])``, 100 of the 1,000 trained tokens were one version old.
-    """
+    """One step. Counters cover this step alone."""
 
     step: int
     duration_s: float
@@ -35,11 +32,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A whole run. Figures leave out the first ``warmup`` steps if they take one.
-
-    Example: of 100 steps that each begin a round, ``after(20)`` covers steps 20 to 98, because the last round may be
-    cut.
-    """
+    """A whole run. Figures leave out the first ``warmup`` steps if they take one."""
 
     steps: tuple[StepRecord, ...]
     tokens: Tokens

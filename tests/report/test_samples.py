@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,18 +84,20 @@ def test_a_run_from_scratch_without_a_warm_up_is_read_too(run: Path, capsys: pyt
     assert "one and⟦parked, version 2 → 3⟧" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fact", ["model", "hf_checkpoint"])
+@pytest.mark.parametrize(("fact", "known"), [("model", {"knows_rewards": False}), ("hf_checkpoint", {"job": "trl"})])
 def test_a_run_inside_another_trainer_is_read_and_its_rewards_are_not_made_up(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fact: str
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fact: str, known: dict[str, Any]
 ) -> None:
     folder = (run / "model").rename(tmp_path / "elsewhere")
-    (run / "config.json").write_text(json.dumps({"meta": {fact: str(folder), "knows_rewards": False}}))
+    (run / "config.json").write_text(json.dumps({"meta": {fact: str(folder)} | known}))
     assert cli.main(["samples", str(run)]) == 0
     shown, cards = capsys.readouterr().out, read_cards(run)
     assert "g7.1  sums/4@0  reward not on record  12 tokens  lag 0.58" in shown
     assert "<b>longest</b> g7.1: 12 tokens, lag 0.58" in cards and "<b>worst</b>" not in cards
     assert "not on record: the trainer has computed it from the batch" in cards
     assert "against its group" not in shown + cards and "nan" not in shown + cards
+    assert cli.main(["samples", str(run), "--sort", "advantage"]) == 2
+    assert "no sample of step 3 is compared with its group" in capsys.readouterr().err
 
 
 def test_a_checkpoint_has_the_tokenizer_of_a_model_that_is_no_longer_there(run: Path) -> None:

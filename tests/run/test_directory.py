@@ -331,8 +331,12 @@ def test_what_is_no_run_directory_cannot_be_resumed(tmp_path: Path, content: str
 
 def test_a_run_inside_another_trainer_is_resumed_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"meta": {"job": "trl", "host": "trl 1.16.0"}}')
-    with pytest.raises(RunError, match=r"holds the rollouts of trl 1\.16\.0: that trainer resumes its runs itself"):
+    with pytest.raises(
+        RunError, match=r"holds the rollouts of trl 1\.16\.0: that trainer resumes and saves its runs itself"
+    ):
         directory.open_for_resume(tmp_path)
+    with pytest.raises(RunError, match="holds the rollouts of trl"):
+        directory.derived_config(tmp_path)
 
 
 def test_a_full_disk_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

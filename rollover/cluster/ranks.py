@@ -299,9 +299,6 @@ def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
 
     Args:
         nodes: the id of the node of each host.
-
-    Example: ``beside_each_other(["a", "b", "a", "b", "b", "a"], 2)`` is ``[0, 2, 1, 3, 5, 4]``: the last group alone is
-    on two nodes.
     """
     by_node: dict[str, list[int]] = {}
     for host, node in enumerate(nodes):

@@ -11,10 +11,7 @@ from rollover.errors import EngineError, EngineTimeout
 
 
 class BackgroundTasks:
-    """Tasks that are not awaited, kept until they are done.
-
-    Example: ``tasks.start(work())`` returns at once; ``await tasks.cancel()`` ends what is left.
-    """
+    """Tasks that are not awaited, kept until they are done."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

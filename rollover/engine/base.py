@@ -200,11 +200,7 @@ class Sleeps(Protocol):
 
 class EngineMetrics(Protocol):
     """An engine that adds measurements of its own to the metrics of a training step, and shows people all of them
-    beside its own state.
-
-    Example: ``take_metrics()`` returns ``{"swarm/wire_bytes": 81264.0, "swarm/pause_s": 0.02}`` for a swarm of which
-    one member has changed weights since the last call.
-    """
+    beside its own state."""
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return what was measured since the last call, by metric name."""
@@ -216,10 +212,7 @@ class EngineMetrics(Protocol):
 
 
 class FirstCall(NamedTuple):
-    """The first call of a group, as a place for it is asked for.
-
-    Example: ``FirstCall(3, 512, num_waiting=7)`` is to run under version 3 or a newer one.
-    """
+    """The first call of a group, as a place for it is asked for."""
 
     least_version: int
     max_new_tokens: int

@@ -41,10 +41,7 @@ class LogprobCheck(Protocol):
     """Returns when the log-probs of a member belong to the weights that it serves, else raises ``EngineError``.
 
     Needs no more of the member than ``generate``. ``is_known``: the same engine has passed under earlier weights. It is
-    asked less if its answers leave no doubt. ``draws``: its sampling is checked as well.
-
-    Example: ``await check(member, 7)`` at first, ``await check(member, 8, is_known=True, draws=False)`` later.
-    """
+    asked less if its answers leave no doubt. ``draws``: its sampling is checked as well."""
 
     async def __call__(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None: ...
 

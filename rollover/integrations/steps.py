@@ -17,6 +17,7 @@ from rollover.integrations.feed import Feed, OpenParts
 from rollover.integrations.hosted import HostedConfig
 from rollover.integrations.record import HostedRun
 from rollover.report import throughput
+from rollover.report.metrics import SPEED
 from rollover.rollout.events import Event
 from rollover.rollout.metrics import batch_metrics
 
@@ -171,7 +172,10 @@ class AskedSteps:
         if underway.evaluate_s:
             speeds["time/evaluate_s"] = underway.evaluate_s
         train_s = max(step_s - rollout_s - metrics["time/publish_s"] - underway.evaluate_s, 0.0)
-        self._run.step_ended(underway.step, self._feed.now_s(), {**metrics, **speeds, "time/train_s": train_s})
+        told = {**metrics, **speeds, "time/train_s": train_s}
+        if underway.step in self._feed.replayed and WasteCause.SKIPPED not in underway.untrained:
+            told = {name: value for name, value in told.items() if not name.startswith(SPEED)}  # nothing was decoded
+        self._run.step_ended(underway.step, self._feed.now_s(), told)
 
     def _decoded(self) -> float:
         return self._feed.account()["rollout/decoded_tokens"]

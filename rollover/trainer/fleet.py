@@ -94,9 +94,6 @@ class FleetTrainer:
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint that does not match, ``ConfigError``
     for devices that are not there, ``RankLost`` for ranks that do not start.
-
-    Example: when rank 1 of a fleet at version 6 is killed during ``step(batch)``, the weights of version 7 are the same
-    as without the failure, and the user has been told.
     """
 
     def __init__(

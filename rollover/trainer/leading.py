@@ -36,10 +36,7 @@ _GRACE_S = 3.0
 
 
 def collective_timeout_s(timeout_s: float) -> float:
-    """Return the deadline of each collective for ranks that are ended after ``timeout_s`` without progress.
-
-    Example: 1200 s if ranks are ended after 600 s, and 240 s if after 5 s, since they may take 120 s to start.
-    """
+    """Return the deadline of each collective for ranks that are ended after ``timeout_s`` without progress."""
     return _COLLECTIVE_MARGIN * max(timeout_s, _START_S)
 
 

@@ -44,10 +44,7 @@ class LowRank:
 
 
 class MergedWeights(Mapping[str, "Tensor"]):
-    """Weights with their adapters merged, in the number formats of ``base``. A tensor is made when it is asked for.
-
-    Example: in a model with an adapter only beside ``q_proj``, every other tensor is the model's own, not a copy.
-    """
+    """Weights with their adapters merged, in the number formats of ``base``. A tensor is made when it is asked for."""
 
     def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, LowRank]) -> None:
         self.base = base

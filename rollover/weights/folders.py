@@ -32,10 +32,7 @@ class ServedFormats:
     """The number format of each tensor of the model in the folder ``like``.
 
     A model that came in bfloat16 is served in bfloat16, whatever it is trained in. If ``like`` has an output matrix of
-    its own and the weights are tied, the input matrix stands for both.
-
-    Example: ``dict(ServedFormats(Path("models/qwen")).cast(source))`` are tensors of this process's memory in bfloat16.
-    """
+    its own and the weights are tied, the input matrix stands for both."""
 
     def __init__(self, like: Path) -> None:
         self.dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}

@@ -51,10 +51,7 @@ class Layout(Protocol[M]):
 
 
 class ExpertMatrices(Generic[M]):
-    """The same matrix of every expert, filled as one: the outputs of one expert after the outputs of another.
-
-    Example: with 48 outputs of each expert, ``fill(96, weights_OI)`` is ``matrices[2].fill(0, weights_OI)``.
-    """
+    """The same matrix of every expert, filled as one: the outputs of one expert after the outputs of another."""
 
     def __init__(self, matrices: Sequence[M], num_rows: int, stack_EIO: Tensor | None = None) -> None:
         self.matrices, self._num_rows, self.stack_EIO = matrices, num_rows, stack_EIO

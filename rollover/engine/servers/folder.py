@@ -19,11 +19,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A Hugging Face folder, as far as a client needs to know it.
-
-    Example: a model of 28 layers with 8 key-value heads of 128 has ``cache_numbers_per_token`` 28 * 2 * 8 * 128 =
-    57,344.
-    """
+    """A Hugging Face folder, as far as a client needs to know it."""
 
     path: Path
     vocab_size: int

@@ -232,11 +232,7 @@ class Adopt(_Message, frozen=True, kw_only=True):
     """Continue an offered call under an id, and send its tokens again from ``offset``. A stopped call resumes.
 
     A worker that has another response before ``offset``, since the sample was continued elsewhere, answers
-    ``CallFailed``.
-
-    Example: after the coordinator was killed, ``Adopt(held="8f3a.g4.1#7.", call_id="b20c.g4.1#1.", offset=256)`` asks
-    for what had not been journaled.
-    """
+    ``CallFailed``."""
 
     held: str
     call_id: str

@@ -31,8 +31,6 @@ class HeldCalls:
     Args:
         max_tokens: held tokens at which the worker is full: it then decodes nothing until some are acknowledged.
         offer_s: how long an offer stands.
-
-    Example: a call of 300 tokens, 256 of them acknowledged, is listed as held from 256 to 300.
     """
 
     def __init__(self, max_tokens: int, *, offer_s: float = 900.0) -> None:

@@ -46,11 +46,7 @@ class Traits:
 
 
 class Dialect(Protocol):
-    """Speaks to one server in the words of its kind. Each method raises ``EngineError`` when the server fails.
-
-    Example: ``await dialect.ask_to_abort(["g7.0#2."])`` sends ``POST /abort_requests`` to vLLM and ``POST
-    /abort_request`` to SGLang.
-    """
+    """Speaks to one server in the words of its kind. Each method raises ``EngineError`` when the server fails."""
 
     @property
     def traits(self) -> Traits: ...
@@ -91,11 +87,7 @@ class Dialect(Protocol):
 
 
 class ServerDialect(Dialect, Protocol):
-    """A dialect of servers whose weights and memory are the run's to change.
-
-    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause?mode=keep`` to vLLM and ``POST
-    /pause_generation {"mode": "retract"}`` to SGLang.
-    """
+    """A dialect of servers whose weights and memory are the run's to change."""
 
     @property
     def weights(self) -> WeightEndpoint[Any]: ...

@@ -55,11 +55,7 @@ class ServerInfo(Answer):
 
 
 class TokensEvent(Event):
-    """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``.
-
-    Example: ``TokensEvent(token_ids=[31, 4], logprobs=[-0.2, -1.1], label="rollover:run-7:3",
-    kv_label="rollover:run-7:2")``: two tokens of version 3 over a cache that version 2 began.
-    """
+    """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``."""
 
     token_ids: list[TokenId]
     logprobs: list[float]

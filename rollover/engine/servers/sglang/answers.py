@@ -66,10 +66,7 @@ class AdapterOutcome(Answer):
 
 
 class WeightSpan(Answer):
-    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them.
-
-    Example: ``{"version": "rollover:run-7:3", "start": 0, "end": 16}``: its first 16 tokens.
-    """
+    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them."""
 
     version: str
     start: Count
@@ -77,11 +74,7 @@ class WeightSpan(Answer):
 
 
 class ReportedEnd(Answer):
-    """The reason why a call has ended, which may be a failure.
-
-    Example: ``{"type": "stop", "matched": 151645}``;
-    ``{"type": "abort", "message": "out of memory", "status_code": 500}`` is a failure.
-    """
+    """The reason why a call has ended, which may be a failure."""
 
     type: Shown
     message: Shown | None = None
@@ -91,11 +84,7 @@ class ReportedEnd(Answer):
 
 
 class Meta(Answer):
-    """The numbers of an event about its call.
-
-    Example: ``{"completion_tokens": 2, "output_token_logprobs": [[-0.2, 31, null], [-1.1, 4, null]]}``; with kept sets,
-    ``"output_token_sampling_mask": [[31, 7], [4]], "output_token_sampling_logprobs": [-0.1, 0.0]`` too.
-    """
+    """The numbers of an event about its call."""
 
     completion_tokens: Count | None = None
     finish_reason: ReportedEnd | None = None

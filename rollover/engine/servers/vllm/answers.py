@@ -64,10 +64,7 @@ class Success(Answer):
 
 
 class Choice(Answer):
-    """The tokens that an event adds to the response.
-
-    Example: ``{"token_ids": [31, 4], "logprobs": {"token_logprobs": [-0.2, -1.1]}, "finish_reason": "stop"}``.
-    """
+    """The tokens that an event adds to the response."""
 
     token_ids: list[TokenId]
     logprobs: list[float] = Field(default=[], validation_alias=AliasPath("logprobs", "token_logprobs"))
@@ -75,10 +72,7 @@ class Choice(Answer):
 
 
 class Completion(Event):
-    """One event of a completion's stream.
-
-    Example: ``{"choices": [{"token_ids": [31]}], "usage": {"prompt_tokens_details": {"cached_tokens": 512}}}``.
-    """
+    """One event of a completion's stream."""
 
     choices: list[Choice]
     cached_tokens: Count | None = Field(

@@ -25,10 +25,7 @@ _CACHE: tuple[Part, ...] = ("cache",)
 
 
 class MemoryHeld(EngineError):
-    """A server did not give its memory back and may hold it still.
-
-    Example: a server that hangs. A server that cannot be reached at all has ended, and its memory is free.
-    """
+    """A server did not give its memory back and may hold it still."""
 
 
 class ServedWeights:

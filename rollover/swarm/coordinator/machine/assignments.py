@@ -35,9 +35,6 @@ class Assignments:
         exact: calls go to members with the newest version only.
         checks: members get calls only under a version that passed the log-prob check.
         max_silent_s: time without a token after which that says how fast a call is.
-
-    Example: ``assignments.promise("g4.1.", FirstCall(3, 512), until_s=60.0)`` returns 4: there is a place at a member
-    that serves version 4.
     """
 
     def __init__(

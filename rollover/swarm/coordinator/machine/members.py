@@ -45,11 +45,7 @@ class RunIdentity:
 
 @dataclass(slots=True)
 class SwarmMember:
-    """One worker, from its first connection to the end of the run.
-
-    Example: a laptop that lost its connection 5 s ago keeps its lease, its calls and the versions that it has served,
-    and gets no new call until it is back.
-    """
+    """One worker, from its first connection to the end of the run."""
 
     name: str
     lease: int = 0

@@ -72,11 +72,7 @@ class Holding:
 
 class Acknowledgements:
     """Follows calls from their member to the journal: from the moment at which a member gets a call until its end is
-    known and all of its tokens are durable, or until it is no longer wanted.
-
-    Example: after ``given("c", "g4.1.", "laptop", 0)`` and ``ended("c", 300)``, ``durable("g4.1.", 300)`` yields the
-    laptop and the last acknowledgement of ``c``.
-    """
+    known and all of its tokens are durable, or until it is no longer wanted."""
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}

@@ -11,6 +11,7 @@ from rollover.batch import Batch, Group, WasteCause
 from rollover.errors import RunError
 from rollover.integrations import steps as module
 from rollover.integrations.steps import AskedSteps
+from rollover.report.metrics import SPEED
 from rollover.types import Prompt, SampleId, Trajectory
 from tests.segments import segment
 
@@ -29,6 +30,7 @@ class Feed:
     def __init__(self) -> None:
         self.decoded = 0.0
         self.is_decoding = False
+        self.replayed = frozenset[int]()
         self.done: list[tuple[int, dict[WasteCause, int]]] = []
 
     def account(self) -> dict[str, float]:
@@ -107,6 +109,17 @@ def test_the_time_of_an_evaluation_counts_where_samples_decode(clock: Clock, dec
     ((_, row),) = run.rows
     assert (row["time/step_s"], row["time/evaluate_s"], row["time/train_s"]) == (50.0, 35.0, 4.0)
     assert row["rollout/tokens_per_s"] == 1500.0 / 50.0
+
+
+def test_a_batch_that_is_handed_out_again_has_no_speed(clock: Clock) -> None:
+    feed, run = Feed(), Run()
+    feed.replayed = frozenset({4})
+    steps = AskedSteps(feed, run)  # type: ignore[arg-type]
+    for step in (4, 5):
+        a_step(steps, feed, clock, step)
+    steps.close()
+    (_, again), (_, first) = run.rows
+    assert {name for name in first if name not in again} == {name for name in first if name.startswith(SPEED)} > set()
 
 
 def test_only_steps_that_were_handed_out_have_a_line(clock: Clock) -> None:

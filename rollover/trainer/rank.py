@@ -226,7 +226,7 @@ def meet(task: RankTask) -> Any:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address; ``None`` if there is none. Without it gloo uses the
-    address of the machine's name, and NCCL the first interface that it finds; other machines often cannot reach them."""
+    address of the machine's name, and NCCL the first interface that it finds; other machines often cannot reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:

@@ -90,8 +90,7 @@ async def test_a_failed_check_is_on_record_before_an_interrupt_can_come() -> Non
     async def given(value: Any) -> Any:
         return value
 
-    weights: Any = SimpleNamespace(manifest=SimpleNamespace(num_bytes=0))
-    publisher: Any = SimpleNamespace(sends=False, stage=lambda source: given(weights), publish=given)
+    publisher: Any = SimpleNamespace(sends=False, stage=given, num_bytes=lambda weights: 0, publish=given)
     trust: Any = SimpleNamespace(has_checked=True, expect=lambda version: None, check=lambda version: given(["b"]))
     trainer: Any = SimpleNamespace(version=4, weight_source=lambda: None)
     parts: Any = {"driver": Interrupted(), "notify": print, "measured": lambda name, value: None}

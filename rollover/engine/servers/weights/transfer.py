@@ -86,10 +86,9 @@ async def send_folder(folder: Path, receiver: Receiver, config: ServerConfig) ->
     pieces = buckets(source.manifest.tensors)
 
     def open_sender(plan: GroupPlan) -> Sender:
-        from torch.cuda import (
-            empty_cache,
-        )  # the process that trains may be another one, and needs the memory of buckets
+        from torch.cuda import empty_cache
 
+        # The process that trains may be another one, and needs the memory of the buckets.
         return OwnSender(plan, pieces, lambda spec: next(source.tensors([spec.name]))[1], on_close=empty_cache)
 
     limits = {"limit_s": config.load_timeout_s, "part_s": config.control_timeout_s}

@@ -205,7 +205,7 @@ def kill_amid_episodes(processes: Processes, *argv: str, nth: int, beside: Colle
         shutil.rmtree("out", ignore_errors=True)
         for log in Path().glob("*s.txt"):
             log.write_text("")
-        assert processes.run(*argv, "--run-dir", "out", kill_at=Cue(Observed, nth + later)).code == -9
+        assert (ended := processes.run(*argv, "--run-dir", "out", kill_at=Cue(Observed, nth + later))).code == -9, ended
         samples = [s for group in ledger(Path("out")).groups.values() for s in group.samples]
         is_open = {SampleState.RUNNING, SampleState.PARKED, SampleState.ACTING}
         if any(s.state in is_open and s.trajectory.observations and s.prompt.source not in beside for s in samples):

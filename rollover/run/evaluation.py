@@ -77,7 +77,7 @@ class Evaluator:
             beside training, they are due in place of the weights that it evaluated.
         done_version: the version that an earlier process has evaluated already.
         beside_training: whether an evaluation between the first and the last one lets training go on. Its calls and
-            the rollouts' then take turns in the engine.
+            the rollouts' then take turns in the engine, of which it takes at most half.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Evaluator:
         if self.is_due(version):
             self._done_version = version
             if self._beside_training and version > 0 and not is_last:
-                self._beside = asyncio.create_task(self.run(version))
+                self._beside = asyncio.create_task(self.run(version, beside=True))
             else:
                 ended.append((version, await self.run(version)))
         return ended
@@ -158,11 +158,12 @@ class Evaluator:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def run(self, version: int = 0) -> Evaluation:
+    async def run(self, version: int = 0, *, beside: bool = False) -> Evaluation:
         """Evaluate the weights that the engine has, and report pass@1 and pass@k for each k of ``eval.k``.
 
         Args:
             version: of these weights; members of the engine that have older ones sample nothing.
+            beside: whether rollouts go on meanwhile.
 
         Raises:
             EngineError: the engine fails.
@@ -170,7 +171,8 @@ class Evaluator:
         """
         self._num_evaluations += 1
         before = self._scorer.costs(in_evaluations=True)
-        room = asyncio.Semaphore(self._engine.capabilities.max_running)
+        max_running = self._engine.capabilities.max_running
+        room = asyncio.Semaphore(max(1, max_running // 2) if beside else max_running)
         ids = [
             [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
             for p, prompt in enumerate(self._prompts)

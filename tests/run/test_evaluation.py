@@ -242,12 +242,13 @@ async def test_an_evaluation_beside_training_measures_weights_near_its_own_in_an
 
 
 async def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
-    engine = FakeEngine(lambda request: 50, auto=True)
+    engine = FakeEngine(lambda request: 50, auto=True, max_running=4)
     beside = evaluator(engine, beside_training=True, settings=config("p", every_steps=1))
     assert await beside.run_when_due(1) == []
     beside.ends_at(1)
     [(version, result)] = await beside.run_when_due(1)
     assert (version, len(result.lengths)) == (1, 10)
+    assert engine.num_ticks == 10 / 2 * 9, "half of the engine is left to the rollouts"
 
 
 async def test_an_evaluation_that_a_stop_cut_off_is_made_up_for_by_the_weights_that_the_run_goes_on_from() -> None:

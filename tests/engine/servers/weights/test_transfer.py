@@ -26,7 +26,7 @@ from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.engine.servers.weights.transfer import Receiver, send_weights
 from rollover.errors import EngineError
 from rollover.weights.buckets import BUCKET_BYTES, buckets
-from rollover.weights.groups import GroupPlan, TorchGroup, address_towards
+from rollover.weights.groups import GroupPlan, TorchGroup, address_towards, is_loopback
 from rollover.weights.sending import Sender, SenderLost
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
@@ -244,6 +244,7 @@ def test_a_gloo_group_carries_tensors_and_listens_on_one_address() -> None:
 def test_our_address_is_the_one_from_which_the_server_is_reached() -> None:
     assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
     assert address_towards("http://localhost:8000/engine") in ("127.0.0.1", "::1")
+    assert is_loopback("http://0.0.0.0:8000"), "what servers log as their address"
 
 
 LOCAL, FAR = "http://localhost:30000", "http://10.0.0.6:30000"

@@ -145,11 +145,11 @@ class Evaluator:
             ended.append((self._done_version, await self._beside))
             self._beside = None
         if self.is_due(version):
-            self._done_version = version
             if self._beside_training and version > 0 and not is_last:
                 self._beside = asyncio.create_task(self.run(version, beside=True))
             else:
                 ended.append((version, await self.run(version)))
+            self._done_version = version
         return ended
 
     async def close(self) -> None:

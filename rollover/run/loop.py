@@ -51,7 +51,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             await session.checkpoints.save_when_due()
             await _evaluate_when_due(session, interrupt)
         is_settled = _is_settled(session)
-        if is_settled and not interrupt.requested:
+        if is_settled:
             session.evaluator.ends_at(session.version)
             await _evaluate_when_due(session, interrupt)
         await session.driver.stop()
@@ -65,7 +65,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                     f" {scores.best}; to continue: {resume} --eval.patience 0"
                 )
             )
-        if session.version >= session.config.steps or is_settled:
+        is_over = session.version >= session.config.steps or is_settled
+        if is_over and not session.evaluator.is_due(session.version):  # an evaluation that was cut off comes on resume
             session.driver.run_ended()
 
 

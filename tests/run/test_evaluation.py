@@ -27,7 +27,7 @@ from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluation, Evaluator
 from rollover.run.interrupt import Interrupt
 from rollover.run.jobs import _run, completed
-from rollover.run.loop import _evaluate_when_due
+from rollover.run.loop import _evaluate_when_due, train
 from rollover.run.meter import StepMeter
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
 from rollover.tasks.config import TasksConfig
@@ -336,3 +336,39 @@ async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_be
     with interrupt, interrupt.deferred():
         await _evaluate_when_due(session, interrupt)
     assert [each[:14] for each in happened] == ["stopping after", "saved"]
+
+
+@pytest.mark.parametrize(("stops", "patience"), [(False, 0), (True, 0), (True, 1)])
+async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool, patience: int) -> None:
+    happened = list[str]()
+
+    async def nothing() -> None: ...
+
+    class Slow(Scorer):
+        async def score(self, trajectory: Any) -> Score:
+            if stops and not interrupt.requested:
+                signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60.0)
+            return await super().score(trajectory)
+
+    scores = Scores("accuracy", [])
+    scores.add(0, 0.5)
+    scores.add(3, 0.5)
+    settings = replace(config("p", every_steps=3, patience=patience), steps=8 if patience else 4)
+    interrupt = Interrupt(SimpleNamespace(message=lambda text: None), resume="")  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(
+        config=settings,
+        evaluator=evaluator(FakeEngine(lambda request: 50, auto=True), Slow(), settings, version=4, done_version=3),
+        scores=scores,
+        version=4,
+        weights=SimpleNamespace(publish=nothing),
+        driver=SimpleNamespace(stop=nothing, run_ended=lambda: happened.append("ended")),
+        checkpoints=SimpleNamespace(save=nothing),
+        meter=SimpleNamespace(paused=nullcontext),
+        clock=VirtualClock(),
+        resume_command="",
+        observe=lambda event: happened.append(type(event).__name__),
+    )
+    with interrupt:
+        await train(session, interrupt)
+    assert [each for each in happened if each != "Notice"] == ([] if stops else ["Evaluated", "ended"])

@@ -119,9 +119,11 @@ class RunDir:
     def changed_measure(self, config: RunConfig) -> list[str]:
         """List the settings of evaluations, as ``config`` has them, that change what they measure."""
         same = {"every_steps", "keep_best", "patience", "metric", "workers", "retries", "samples_per_prompt", "k"}
+        same |= {"timeout_s", "concurrency", "api_key_env", "threads", "max_memory_gib", "weight"}
         same |= {"path"} if config.tasks.keep_eval_out else set()  # its rows are compared then
-        changed = map(dotted, _differing(derived_config(self.path), config))
-        return [key for key in changed if key.startswith(("eval.", "tasks.eval")) and same.isdisjoint(key.split("."))]
+        changed = _differing(derived_config(self.path), config)
+        last = {dotted(key): [part for part in key if isinstance(part, str)][-1] for key in changed}
+        return [key for key in last if key.startswith(("eval.", "tasks.eval")) and last[key] not in same]
 
     def settle(self) -> None:
         """Record the config under which the run continues, now that every part of it is open. A resume that fails

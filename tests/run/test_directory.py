@@ -119,11 +119,12 @@ def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
 
 
 def test_settings_that_change_what_evaluations_measure_are_named(tmp_path: Path) -> None:
-    directory.create(build_config("quickstart"), tmp_path).close()
-    same = ("--eval.every_steps", "7", "--eval.k", "[1, 4]", "--eval.samples_per_prompt", "4")
-    same += ("--tasks.eval.0.reward.workers", "1")
-    other = ("--eval.temperature", "0.5", "--tasks.eval.0.reward.pass_score", "0.5")
-    for changes, named in ((same, []), ((*same, *other), ["eval.temperature", "tasks.eval.0.reward.pass_score"])):
+    free = ("--tasks.keep_eval_out", "false", "--tasks.eval.0.name", "k", "--eval.sets.k.k", "[1]")
+    directory.create(build_config("quickstart", free), tmp_path).close()
+    same = ("--eval.every_steps", "7", "--eval.k", "[1, 4]", "--eval.samples_per_prompt", "4", "--eval.sets.k.k", "[2]")
+    same += ("--tasks.eval.0.reward.workers", "1", "--tasks.eval.0.reward.timeout_s", "9", "--tasks.eval.0.weight", "2")
+    other = ("--eval.sets.k.top_p", "0.5", "--tasks.eval.0.reward.pass_score", "0.5")
+    for changes, named in ((same, []), ((*same, *other), ["eval.sets.k.top_p", "tasks.eval.0.reward.pass_score"])):
         config, run = directory.open_for_resume(tmp_path, changes)
         with run:
             assert sorted(run.changed_measure(config)) == named

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rollover.errors import require
+from rollover.errors import ResourceError, require
 from rollover.privacy import redacted
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricRow, Sink, read_metrics
@@ -75,20 +76,31 @@ class TensorBoardSink:
     def write(self, row: MetricRow) -> None:
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in tagged(row).items()]
         event = self._event(wall_time=time.time(), step=row.step, summary=self._summary(value=values))
-        if row.kind != "warmup":
-            self._writer.add_event(event)
-            return
-        if self._warmup is None:
-            self._warmup = self._open(self._log_dir / "warmup")
-        self._warmup.add_event(event)
+        with self._on_disk():
+            if row.kind != "warmup":
+                self._writer.add_event(event)
+                return
+            if self._warmup is None:
+                self._warmup = self._open(self._log_dir / "warmup")
+            self._warmup.add_event(event)
 
     def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Do nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
-        self._writer.close()
-        if self._warmup is not None:
-            self._warmup.close()
+        with self._on_disk():
+            self._writer.close()
+            if self._warmup is not None:
+                self._warmup.close()
+
+    @contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise ResourceError(
+                f"cannot write {self._log_dir}: {e}; free some disk space, then --resume the run"
+            ) from e
 
     def _open(self, folder: Path) -> EventFileWriter:
         return self._writer_type(str(folder), flush_secs=10)

@@ -118,11 +118,7 @@ class BatchConsumed(NamedTuple):
 
 
 class BatchTrained(NamedTuple):
-    """The step that trained the batch is done. ``untrained`` counts its tokens that had no gradient, by cause.
-
-    Example: ``BatchTrained(40.0, step=3, untrained={WasteCause.ZERO_ADVANTAGE: 2048})`` moves 2,048 tokens from the
-    trained ones to the waste.
-    """
+    """The step that trained the batch is done. ``untrained`` counts its tokens that had no gradient, by cause."""
 
     time_s: float
     step: int
@@ -142,10 +138,7 @@ class BatchSkipped(NamedTuple):
 
 
 class VersionPublished(NamedTuple):
-    """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``.
-
-    Example: ``VersionPublished(41.0, policy_version=4, pause_s=0.6)`` after step 3.
-    """
+    """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``."""
 
     time_s: float
     policy_version: int
@@ -153,10 +146,7 @@ class VersionPublished(NamedTuple):
 
 
 class CheckpointSaved(NamedTuple):
-    """The trainer's state after ``step`` steps is on disk: earlier batches need no replay.
-
-    Example: after ``CheckpointSaved(42.0, step=4)`` a crash hands out the batches of steps 4 and later again.
-    """
+    """The trainer's state after ``step`` steps is on disk: earlier batches need no replay."""
 
     time_s: float
     step: int

@@ -46,11 +46,7 @@ _ENOUGH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A way of collecting batches, and its consequences in a steady state.
-
-    Example: a round of 1,024 iterations from which two batches are trained has ``iterations_per_batch`` 512.0 if no
-    sample has to wait for a place.
-    """
+    """A way of collecting batches, and its consequences in a steady state."""
 
     num_batches: int
     """m: the number of batches that are trained from it."""

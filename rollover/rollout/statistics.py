@@ -58,11 +58,7 @@ class RecentLengths:
 
 @dataclass(frozen=True, slots=True)
 class RecentMean:
-    """Mean of a figure over batches, with the weight of a batch fading by 1/64 per later batch.
-
-    Example: a first batch with a lag of 0.4 gives ``mean`` 0.4 and ``num_batches`` 1. A second one without lag gives a
-    mean of 0.39375 / 1.984375 = 0.198.
-    """
+    """Mean of a figure over batches, with the weight of a batch fading by 1/64 per later batch."""
 
     num_batches: float = 0.0
     """Sum of the batches' weights."""
@@ -82,9 +78,6 @@ class RecentMean:
 class IterationPace:
     """The time of a decode iteration: ``c0 (1 + B / B0)`` for B running samples, fitted to what was decoded between
     two versions and how long that took. Earlier versions fade as in ``RecentMean``.
-
-    Example: 10 samples that decode 1,000 tokens in 2 s, and later 30 that decode 1,000 in 1 s, take 20 and 30 ms for an
-    iteration. Then ``c0_s`` is 0.015 and ``b0`` 30.
     """
 
     c0_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rollover.batch import Batch, Group
-from rollover.errors import MissingExtra
+from rollover.errors import MissingExtra, ResourceError
 from rollover.privacy import HIDDEN, redacted_text
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricsWriter
@@ -54,6 +56,21 @@ def test_tensorboard_shows_a_resumed_run_as_one_history(tmp_path: Path) -> None:
                     writer.write("eval", step, float(step), {"accuracy": value})
     assert _scalars(tmp_path / "tensorboard", "reward/mean") == [(0, 0.0), (1, 1.0)]
     assert _scalars(tmp_path / "tensorboard", "accuracy") == [(0, 0.0), (1, 0.1)], "of the weights that it goes on from"
+
+
+def test_a_full_disk_is_told_by_tensorboard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(writer: EventFileWriter, event: object = None) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    [sink] = open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f")
+    writer = MetricsWriter(tmp_path, sinks=[sink])
+    with monkeypatch.context() as patch:
+        patch.setattr(EventFileWriter, "add_event", full)
+        patch.setattr(EventFileWriter, "close", full)
+        for act in (lambda: writer.write("step", 0, 1.0, {"loss": 0.5}), writer.close):
+            with pytest.raises(ResourceError, match=r"cannot write .*/tensorboard: .*No space left.*; free some disk"):
+                act()
+    sink.close()
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])

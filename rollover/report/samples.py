@@ -183,10 +183,11 @@ def compared(samples: Iterable[TrainedSample]) -> tuple[TrainedSample, ...]:
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
     """Return what a run's config says about the gradient of its tokens; None if it was not written by ``train``."""
     settings = config.get("algorithm", {})
-    wanted = ("name", "advantage", "correction", "mask_truncated", "kl_coef", "kl_in")
+    known = {field.name for field in fields(AlgorithmConfig)} & {*settings}
+    given: dict[str, Any] = {key: tuple(v) if isinstance(v := settings[key], list) else v for key in known}
     try:
-        return resolve(AlgorithmConfig(**{key: settings[key] for key in wanted}))
-    except (KeyError, ValueError):
+        return resolve(AlgorithmConfig(**given)) if "name" in given else None
+    except ValueError:
         return None
 
 

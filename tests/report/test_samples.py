@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,21 @@ from typing import Any
 import pytest
 
 from rollover import cli
+from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.config import algorithm
 from rollover.hf.pieces import pieces
 from rollover.privacy import HIDDEN, Redactor, redacted_text
 from rollover.report.sample_cards import read_cards, sample_cards
-from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, compared, in_order, read_batch
+from rollover.report.samples import (
+    TrainedBatch,
+    TrainedSample,
+    algorithm_of,
+    blanked,
+    chosen,
+    compared,
+    in_order,
+    read_batch,
+)
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
@@ -98,6 +109,21 @@ def test_a_run_inside_another_trainer_is_read_and_its_rewards_are_not_made_up(
     assert "against its group" not in shown + cards and "nan" not in shown + cards
     assert cli.main(["samples", str(run), "--sort", "advantage"]) == 2
     assert "no sample of step 3 is compared with its group" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "dapo", "advantage": "turn_std", "group_filter": "none"},
+        {"advantage": "whitened", "kl_in": "reward", "kl_estimator": "k1", "kl_coef": 0.01},
+        {"name": "reinforce++", "kl_in": "loss", "kl_estimator": "k3"},
+        {"correction_bounds": (0.0, math.inf), "guard": (0.5, 2.0)},
+    ],
+)
+def test_a_run_s_algorithm_is_known_whatever_was_set(given: dict[str, Any]) -> None:
+    written = json.loads(json.dumps({"algorithm": asdict(config := AlgorithmConfig(**given))}))
+    assert algorithm_of(written) == resolve(config)
+    assert algorithm_of({"algorithm": {"adv_estimator": "grpo"}}) is algorithm_of({}) is None
 
 
 def test_a_checkpoint_has_the_tokenizer_of_a_model_that_is_no_longer_there(run: Path) -> None:

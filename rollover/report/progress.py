@@ -51,7 +51,7 @@ class Progress:
         """Steps since the last plain line; with bars, the last few."""
         self._rollout_from: tuple[float, int] | None = None
         """Time and decoded tokens when this step's rollout began."""
-        self._bars = _bars(self.console)
+        self._bars = _bars(self.console, now_s)
         self._tasks: dict[str, TaskID] = {}
 
     # -- what the loop reports ------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class _TimeLeft(TimeRemainingColumn):
         return Text("") if task.description == "rollout" else super().render(task)
 
 
-def _bars(console: Console) -> Bars:
+def _bars(console: Console, now_s: Callable[[], float]) -> Bars:
     """Draw the bars. Where the terminal is narrow, they are shorter and the text at the end is cut, never a count or a
     time."""
     whole = Column(no_wrap=True)
@@ -173,6 +173,8 @@ def _bars(console: Console) -> Bars:
         console=console,
         auto_refresh=False,
         expand=True,
+        get_time=now_s,
+        speed_estimate_period=math.inf,  # of the last thousand steps, however long they take
     )
 
 

@@ -75,6 +75,16 @@ def test_on_a_narrow_terminal_counts_and_times_stay_whole(width: int) -> None:
     assert len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) <= width
 
 
+@pytest.mark.parametrize("step_s", [1.0, 60.0])
+def test_the_time_left_is_shown_however_long_a_step_takes(step_s: float) -> None:
+    progress, out, clock = _progress("bars", terminal=True, total=14)
+    with progress:
+        for _ in range(4):
+            clock.now += step_s
+            progress.step(METRICS)
+    assert {1.0: "00:10", 60.0: "10:00"}[step_s] in out.getvalue()
+
+
 def test_a_resumed_run_counts_on() -> None:
     progress, out, _ = _progress("plain", terminal=False, total=12)
     progress.resumed(9)

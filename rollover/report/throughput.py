@@ -56,19 +56,12 @@ def of_step(*, trained_tokens: int, decoded_tokens: int, step_s: float, decoding
 
 
 def means(steps: Sequence[Values]) -> dict[str, float]:
-    """Return means over several steps: speeds as defined above, the lag weighted by trained tokens, everything else by
-    steps."""
+    """Return means over several steps: speeds as defined above, everything else over the steps that have it."""
     speeds = {s.name: v for s in (TRAINED, DECODED) if (v := s.over(steps)) is not None}
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _mean(steps, name) for name in names} | speeds
 
 
 def _mean(steps: Sequence[Values], name: str) -> float:
-    pairs = [(step[name], _weight(step, name)) for step in steps if math.isfinite(step.get(name, math.nan))]
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total if total > 0 else math.nan
-
-
-def _weight(step: Values, name: str) -> float:
-    parts = TRAINED.parts(step) if name == "staleness/mean" else None
-    return 1.0 if parts is None else parts[0]
+    found = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
+    return sum(found) / len(found) if found else math.nan

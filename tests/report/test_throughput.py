@@ -55,7 +55,7 @@ def test_a_step_that_decodes_nothing_has_no_speed_and_counts_for_none() -> None:
     assert DECODED.over([row, other]) == 200.0
 
 
-def test_speeds_are_tokens_over_seconds_and_lag_is_weighted_by_tokens() -> None:
+def test_speeds_are_tokens_over_seconds_and_the_lag_is_a_mean_over_batches() -> None:
     steps = [
         {**throughput.of_step(trained_tokens=300, decoded_tokens=1, step_s=1.0, decoding_s=1.0), "staleness/mean": 0.0},
         {**throughput.of_step(trained_tokens=100, decoded_tokens=1, step_s=3.0, decoding_s=1.0), "staleness/mean": 2.0},
@@ -63,8 +63,10 @@ def test_speeds_are_tokens_over_seconds_and_lag_is_weighted_by_tokens() -> None:
     steps = [{**step, "reward/mean": reward} for step, reward in zip(steps, (0.2, 0.8), strict=True)]
     found = means(steps)
     assert found[TRAINED.name] == 100.0
-    assert found["staleness/mean"] == pytest.approx(0.5)
+    assert found["staleness/mean"] == pytest.approx(1.0), "as in the closing table"
     assert found["reward/mean"] == pytest.approx(0.5)
+    speed = throughput.of_step(trained_tokens=0, decoded_tokens=1, step_s=1.0, decoding_s=1.0)
+    assert means([{**speed, "staleness/mean": 2.0}])["staleness/mean"] == 2.0, "although nothing had a gradient"
     assert math.isnan(means([{"loss": math.nan}])["loss"])
 
 

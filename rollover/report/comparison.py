@@ -72,4 +72,4 @@ def _share(s: RunSummary, phase: str) -> str:
 
 
 def _step_s(s: RunSummary) -> float | None:
-    return s.loop_s / s.num_steps if s.loop_s and s.num_steps else None
+    return s.loop_s / s.num_timed_steps if s.loop_s else None

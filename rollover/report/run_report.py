@@ -16,11 +16,10 @@ from rollover.report.summary import (
     Accuracy,
     RunSummary,
     bytes_text,
-    duration_text,
     number,
-    steps_text,
     summarize,
     summary_rows,
+    took_text,
 )
 from rollover.report.timeline import Timeline
 from rollover.report.timeline_figure import gantt
@@ -120,7 +119,7 @@ _NOT_SHOWN = ("datasets", "identity", "takes_turns", "knows_rewards")
 
 
 def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
-    facts = [f"{steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"]
+    facts = [took_text(summary)]
     facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _NOT_SHOWN]
     return facts
 

@@ -211,10 +211,7 @@ def response_pieces(sample: TrainedSample, tokenizer: FastTokenizer, redact: Cal
 
 
 def blanked(parts: Sequence[str], redact: Callable[[str], str]) -> list[str]:
-    """Return the parts of a text without the secrets that ``redact`` finds in the whole of it.
-
-    Example: ``blanked(["pass", "word=hun", "ter2!!"], redacted_text)`` is ``["pass", "word=[hidden]", ""]``.
-    """
+    """Return the parts of a text without the secrets that ``redact`` finds in the whole of it."""
     whole = "".join(parts)
     first, *rest = redact(whole).split(HIDDEN)
     if not rest:

@@ -44,8 +44,10 @@ class RunSummary:
     """One run in numbers."""
 
     num_steps: int
+    num_timed_steps: int
+    """Steps whose time is known; that of a step which a kill interrupted is not."""
     loop_s: float | None
-    """Wall time of all training steps, idling included; no warm-up, and no evaluation that rollouts wait for."""
+    """Wall time of the timed steps, idling included; no warm-up, and no evaluation that rollouts wait for."""
     accuracy_before: Accuracy | None
     accuracy_after: Accuracy | None
     """The last evaluation; ``None`` while there has been only one."""
@@ -101,7 +103,6 @@ def summarize(
     rows: Sequence[MetricRow], timeline: Timeline, config: Mapping[str, Any] = MappingProxyType({})
 ) -> RunSummary:
     loop = _values(rows, "time/step_s")
-    loop_s = sum(loop)
     steps = [r.values for r in rows if r.kind == "step"]
     before, after = _first_and_last(rows, "accuracy")
     rewards = _values(rows, "reward/mean")
@@ -114,7 +115,8 @@ def summarize(
     filtered = wasted.get(WasteCause.FILTER_ZERO_SIGNAL, 0) / decoded if decoded else 0.0
     return RunSummary(
         num_steps=len(steps) or len(timeline.steps),
-        loop_s=loop_s or None,
+        num_timed_steps=len(loop),
+        loop_s=sum(loop) or None,
         accuracy_before=before,
         accuracy_after=after,
         accuracy_by_dataset={n.partition("/")[2]: _first_and_last(rows, n) for n in accuracies_by_dataset(rows)},
@@ -200,7 +202,7 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
 
 def summary_table(record: RunRecord, summary: RunSummary) -> Table:
     table = Table(
-        title=Text(f"{record.name}: {steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"),
+        title=Text(f"{record.name}: {took_text(summary)}"),
         show_header=False,
         title_justify="left",
         title_style="bold",
@@ -256,6 +258,11 @@ def bytes_text(num_bytes: int | None) -> str:
 
 def steps_text(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}"
+
+
+def took_text(s: RunSummary) -> str:
+    timed = f", {s.num_timed_steps:,} of them" if 0 < s.num_timed_steps < s.num_steps else ""
+    return f"{steps_text(s.num_steps)}{timed} in {duration_text(s.loop_s)}"
 
 
 def duration_text(seconds: float | None) -> str:

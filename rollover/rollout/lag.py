@@ -17,11 +17,7 @@ LagOf = Literal["batch", "token", "group", "head", "max"]
 
 
 class BatchLag(tuple[Mapping[int, int], ...]):
-    """Numbers of tokens by their lag, for each group of a batch.
-
-    Example: ``BatchLag([{0: 30, 1: 10}, {0: 40}])`` has ``mean`` 0.125, ``groups`` ``[0.25, 0.0]`` and ``heads``
-    ``[1, 0]``.
-    """
+    """Numbers of tokens by their lag, for each group of a batch."""
 
     __slots__ = ()
 
@@ -77,11 +73,7 @@ class BatchLag(tuple[Mapping[int, int], ...]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagSummary:
-    """Lag of trained tokens, in versions.
-
-    Example: for ``[BatchLag([{0: 30, 1: 10}, {0: 40}]), BatchLag([{1: 20}])]``, ``token=0.3``, ``batch=0.5625``,
-    ``group=0.417``, ``head=0.667``, ``max=1``, ``p95=1`` and ``off_policy_fraction=0.3``.
-    """
+    """Lag of trained tokens, in versions."""
 
     token: float
     """Mean over tokens."""

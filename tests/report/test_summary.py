@@ -12,11 +12,12 @@ from rich.console import Console
 from rollover.batch import WasteCause
 from rollover.errors import RunError
 from rollover.privacy import HIDDEN
+from rollover.report import comparison
 from rollover.report.comparison import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
 from rollover.report.run_report import render_report
-from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
+from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table, took_text
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchTrained, GroupOpened, SampleFailed
@@ -66,6 +67,10 @@ def test_throughput_counts_tokens_only_as_far_as_time_was_counted() -> None:
     assert s.trained_tokens == 46
     assert s.rollout_tokens_per_s == 30 / 2.0
     assert s.trained_tokens_per_s == 20 / 4.0
+    killed = MetricRow(kind="step", step=2, time_s=9.0, values={"reward/mean": 0.5})
+    s = summarize((*ROWS, killed), Timeline.of(ROLLED_OVER))
+    assert took_text(s) == "3 steps, 2 of them in 8.0 s" and comparison.ROWS["time per step"](s) == "4.0 s"
+    assert took_text(summarize(ROWS, Timeline.of(()))) == "2 steps in 8.0 s"
 
 
 def test_trained_tokens_are_those_that_had_a_gradient() -> None:

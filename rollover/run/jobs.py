@@ -121,7 +121,7 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 
 def _estimate(estimate: MeanEstimate) -> str:
-    return f"{estimate.mean:.3f}" + (f"±{estimate.standard_error:.3f}" if estimate.standard_error else "")
+    return f"{estimate.mean:.3f}" + (f"±{estimate.standard_error:.3f}" if estimate.standard_error is not None else "")
 
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from rollover.batch import TrainedStep
 from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.environments.pass_at_k import MeanEstimate
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, EnginesAway, RewardError
 from rollover.report.metrics import SPEED, MetricRow
@@ -26,7 +27,7 @@ from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluation, Evaluator
 from rollover.run.interrupt import Interrupt
-from rollover.run.jobs import _run, completed
+from rollover.run.jobs import _estimate, _run, completed
 from rollover.run.loop import _evaluate_when_due, train
 from rollover.run.meter import StepMeter
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
@@ -372,3 +373,7 @@ async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool,
     with interrupt:
         await train(session, interrupt)
     assert [each for each in happened if each != "Notice"] == ([] if stops else ["Evaluated", "ended"])
+
+
+def test_the_table_of_an_evaluation_shows_a_standard_error_of_0() -> None:
+    assert [_estimate(MeanEstimate(1.0, error)) for error in (0.0, None)] == ["1.000±0.000", "1.000"]

@@ -50,6 +50,10 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
 )
 """(metric, condition on its mean over the recent steps, text)."""
+_EPISODES_CUT = (
+    "{value:.0%} of the recent episodes end at a limit (rollout.max_new_tokens, environment.max_turn_tokens, max_turns"
+    " or turn_timeout_s): what would follow is never done. Raise it, or read under Samples whether they end at all."
+)
 
 
 def alarms(rows: Sequence[MetricRow], algorithm: Algorithm | None = None, *, filtered: float = 0.0) -> tuple[str, ...]:
@@ -64,7 +68,8 @@ def alarms(rows: Sequence[MetricRow], algorithm: Algorithm | None = None, *, fil
     for metric, is_wrong, text in _LIMITS:
         value = _recent(rows, metric)
         if value is not None and is_wrong(value):
-            found.append(text.format(value=value))
+            cuts_episodes = metric == "response/truncated" and _recent(rows, "episode/turns") is not None
+            found.append((_EPISODES_CUT if cuts_episodes else text).format(value=value))
     return tuple(alarm for alarm in found if alarm)
 
 

@@ -18,6 +18,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
     weigh every token alike; ``staleness/group_mean`` is the mean over groups of the mean of their tokens, and
     ``staleness/head_mean`` is the lag of their oldest tokens.
+    ``response/truncated`` is the share of the samples that end at a limit; of an episode, that of its turns too.
     ``prompt/repeated`` is the share of the rows of the dataset whose prompt another row of the batch has too, without
     the rows whose prompt an environment writes. Groups of one response have no ``reward/groups_with_signal``.
     """

@@ -51,7 +51,7 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
         raise RunError(f"no sample of step {batch.step} is compared with its group: choose another --sort")
     ordered = in_order(samples, sort)
     tokenizer = tokenizer_of(run, config)
-    state = "trained" if batch.is_trained else "is training"
+    state = "skipped" if batch.is_skipped else "trained" if batch.is_trained else "is training"
     click.echo(f"step {batch.step} {state} {len(batch.samples)} samples")
     for sample in (ordered[::-1] if reverse else ordered)[:show]:
         click.echo("\n" + redact(_described(sample)))

@@ -98,7 +98,7 @@ def _accuracy_trace(record: RunRecord, metric: str, colour: str, unit_s: float |
 
 
 def lag_histogram(record: RunRecord) -> Figure | None:
-    lags = measures.lag_histogram(record.timeline.steps)
+    lags = measures.lag_histogram(record.timeline.trained_steps)
     total = sum(lags.values())
     if not total:
         return None
@@ -115,7 +115,7 @@ def lag_histogram(record: RunRecord) -> Figure | None:
 
 
 def lag_over_steps(record: RunRecord) -> Figure | None:
-    steps = [s for s in record.timeline.steps if any(s.lag)]
+    steps = [s for s in record.timeline.trained_steps if any(s.lag)]
     if not steps:
         return None
     x = [float(s.step) for s in steps]

@@ -61,11 +61,12 @@ def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Fa
     cards = []
     for reason, sample in chosen(batch.samples):
         texts = response_pieces(sample, tokenizer, redact)
+        untrained = ["batch skipped"] * len(sample.segments) if batch.is_skipped else sample.untrained(algorithm)
         cards.append(
             f'<details class="card sample"><summary>{_summary(reason, sample, texts)}</summary>'
             f"<div>{_facts(sample, redactor)}<h3>Prompt</h3>"
             f'<div class="text">{_cut(printable(redact(sample.prompt.text)))}</div><h3>Response</h3>'
-            f'<div class="text tokens">{_response(sample, texts, sample.untrained(algorithm), colours, redact)}</div>'
+            f'<div class="text tokens">{_response(sample, texts, untrained, colours, redact)}</div>'
             "</div></details>"
         )
     return f'<p class="choices">Colour tokens by {buttons}</p>{"".join(cards)}'

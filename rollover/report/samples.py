@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
-from rollover.batch import Batch
+from rollover.batch import Batch, WasteCause
 from rollover.errors import RunError, printable, require
 from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
@@ -97,6 +97,8 @@ class TrainedBatch(NamedTuple):
     samples: tuple[TrainedSample, ...]
     is_trained: bool
     """False if the step has not ended."""
+    is_skipped: bool = False
+    """True if it ended without training its batch, as a user decided."""
 
 
 def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
@@ -104,12 +106,12 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
     journal, or no such batch."""
     journal = run_dir / JOURNAL
     batches: dict[int, tuple[int, ...]] = {}
-    trained: set[int] = set()
+    untrained: dict[int, Mapping[WasteCause, int]] = {}
     for _, event in read_events(journal, effective=True, tokens=False):
         if isinstance(event, BatchConsumed):
             batches[event.step] = event.group_ids
         elif isinstance(event, BatchTrained):
-            trained.add(event.step)
+            untrained[event.step] = event.untrained
     if not batches:
         raise RunError(f"{run_dir} has not trained a batch yet")
     wanted = max(batches) if step is None else step
@@ -119,7 +121,7 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
     meta = read_config(run_dir)["meta"]
     if not meta.get("knows_rewards", meta.get("job") != "trl"):  # an earlier version noted no such fact
         samples = tuple(replace(sample, reward=math.nan, relative=None) for sample in samples)
-    return TrainedBatch(wanted, samples, wanted in trained)
+    return TrainedBatch(wanted, samples, wanted in untrained, WasteCause.SKIPPED in untrained.get(wanted, ()))
 
 
 def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[TrainedSample, ...]:

@@ -107,7 +107,8 @@ def summarize(
     before, after = _first_and_last(rows, "accuracy")
     rewards = _values(rows, "reward/mean")
     tenth = max(1, len(rewards) // 10)
-    samples = sum(s.num_samples for s in timeline.steps)
+    trained = timeline.trained_steps
+    samples = sum(s.num_samples for s in trained)
     generated = measures.lengths(measures.generated_lengths(timeline.samples))
     trained_lengths = measures.lengths(measures.trained_lengths(timeline.samples))
     memory = _values(rows, "memory/peak_bytes")
@@ -129,8 +130,8 @@ def summarize(
         reprefilled_tokens=timeline.num_reprefilled_tokens,
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
-        lag=measures.lag(timeline.steps),
-        resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
+        lag=measures.lag(trained),
+        resumes_per_sample=sum(s.num_resumes for s in trained) / samples if samples else None,
         generated=generated,
         trained=trained_lengths,
         length_drift=trained_lengths.mean / generated.mean if generated and trained_lengths else None,

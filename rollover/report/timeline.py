@@ -136,6 +136,11 @@ class ConsumedStep:
         """Return the number of its tokens that had a gradient."""
         return self.num_tokens - sum(point.num_tokens for point in self.untrained)
 
+    @property
+    def is_skipped(self) -> bool:
+        """Return True if its batch was skipped, as a user decided."""
+        return any(point.cause is WasteCause.SKIPPED for point in self.untrained)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -165,6 +170,7 @@ class Timeline:
             fold.apply(event)
         for sample_id in tuple(fold.stopped_s):
             fold.go_on(sample_id, fold.now_s)
+        fold.leave_out_skipped()
         return cls(
             samples=tuple(s for _, s in sorted(fold.samples.items()) if s.spans),
             steps=tuple(step for _, step in sorted(fold.steps.items())),
@@ -187,6 +193,11 @@ class Timeline:
     @property
     def trained_tokens(self) -> int:
         return sum(s.num_trained_tokens for s in self.steps)
+
+    @property
+    def trained_steps(self) -> tuple[ConsumedStep, ...]:
+        """Return the steps whose batch was not skipped."""
+        return tuple(s for s in self.steps if not s.is_skipped)
 
     @property
     def wasted_tokens(self) -> dict[WasteCause, int]:
@@ -273,6 +284,12 @@ class _Fold:
         elif not waiting and self.waiting_s is not None:
             self.reward_waits.append((self.waiting_s, now_s))
             self.waiting_s = None
+
+    def leave_out_skipped(self) -> None:
+        """Count the samples of skipped batches as wasted. While events follow, a restart may repeat these batches."""
+        skipped = {step.step for step in self.steps.values() if step.is_skipped}
+        for sample_id in [i for i, sample in self.samples.items() if sample.trained_step in skipped]:
+            self._change(sample_id, trained_step=None, waste=WasteCause.SKIPPED)
 
     def all_waste(self) -> list[WastePoint]:
         of_steps = [point for step in self.steps.values() for point in step.untrained]

@@ -13,6 +13,7 @@ import pytest
 from rollover import cli
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.config import algorithm
+from rollover.batch import WasteCause
 from rollover.hf.pieces import pieces
 from rollover.privacy import HIDDEN, Redactor, redacted_text
 from rollover.report.sample_cards import read_cards, sample_cards
@@ -86,6 +87,12 @@ def test_samples_are_shown_with_their_interruptions(run: Path, capsys: pytest.Ca
     assert '{"answer": "9"}' in shown
     assert cli.main(["samples", str(run), "--show", "1"]) == 0
     assert "g7.0  sums/4@0  reward 1 (exact 1, style 0.5)  against its group +0.500" in capsys.readouterr().out
+    journal = Journal(run / "journal.sqlite")
+    list(journal.read())
+    journal.append([BatchTrained(5.0, 3, {WasteCause.SKIPPED: 13})])
+    journal.close()
+    assert cli.main(["samples", str(run)]) == 0
+    assert "step 3 skipped 2 samples" in capsys.readouterr().out and ', batch skipped"' in read_cards(run)
 
 
 def test_a_run_from_scratch_without_a_warm_up_is_read_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,21 +177,15 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.model, progress, metrics)
+    wanted = {run.path / name: variant(config, name, model=folder) for name in config.variants}
+    for path in filter(directory.is_run, wanted):
+        directory.check_changes(path, directory.saved_config(path), wanted[path])
     run.settle()
-    paths = []
-    for name in config.variants:
-        path = run.path / name
-        paths.append(path)
-        progress.message(f"variant {name}")
-        wanted = variant(config, name, model=folder)
-        if directory.is_run(path):
-            directory.check_changes(path, directory.saved_config(path), wanted)
-            opened = directory.reopen(wanted, path)
-        else:
-            opened = directory.create(wanted, path)
-        with opened:
-            _train(wanted, opened, resume=run.resume_command)
-    progress.console.print(compare_table([read_run(path) for path in paths]))
+    for path, each in wanted.items():
+        progress.message(f"variant {path.name}")
+        with directory.reopen(each, path) if directory.is_run(path) else directory.create(each, path) as opened:
+            _train(each, opened, resume=run.resume_command)
+    progress.console.print(compare_table([read_run(path) for path in wanted]))
 
 
 async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> Any:

@@ -312,3 +312,14 @@ def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsy
     assert all(first[0][i].token_ids == first[1][i].token_ids for i in both), "the same policy, prompt and noise"
     assert cli.main(["train", "--resume", "out", "--steps", "3"]) == 0
     assert [len(runs.batches(run / name)) for name in ("plain", "rolling")] == [3, 3]
+
+
+def test_a_comparison_keeps_its_settings_if_a_variant_refuses_others(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + '[variants.a]\n[variants.b.trainer]\nschedule = "linear"\n')
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "1"]) == 0
+    assert cli.main(["train", "--resume", "out", "--steps", "2"]) == 2
+    assert "out/b: steps cannot change when a run is resumed" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "out"]) == 0
+    assert [len(runs.batches(Path("out", name))) for name in "ab"] == [1, 1]

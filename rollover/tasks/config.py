@@ -18,6 +18,11 @@ def _stays_skipping(before: Any, after: Any) -> str | None:
     return "prompts have been skipped" if after.tasks.long_prompts == "error" else None
 
 
+def _stays_given(before: Any, after: Any) -> str | None:
+    is_given = [config.tasks.chat_template_file is not None for config in (before, after)]
+    return None if all(is_given) else "what the run has learned depends on the template"  # its content is on record
+
+
 def _stays_held_out(before: Any, after: Any) -> str | None:
     is_kept_out = before.tasks.keep_eval_out or after.tasks.keep_eval_out
     return "its prompts are kept out of training (tasks.keep_eval_out)" if is_kept_out else None
@@ -58,7 +63,9 @@ class TasksConfig:
     chat_template: Literal["auto", "on", "off"] = "auto"
     """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text, unchanged. ``auto``: the
     template if the tokenizer has one."""
-    chat_template_file: str | None = None
+    chat_template_file: Annotated[
+        str | None, OnResume(_stays_given, "may change on resume to a place with the same file")
+    ] = None
     """File with a chat template that is used in place of the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as ``{ enable_thinking = false }``. A source's own override them, and so

@@ -138,6 +138,9 @@ CHAT = (
 )
 
 
+RESUMED = ("train", "--resume", "out", "--steps", "3", "--tasks.chat_template_file")
+
+
 @pytest.mark.parametrize("trains", ["--sft.num_steps=1", "--trainer.lora.rank=2"])
 def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
     trains: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -151,7 +154,13 @@ def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
     Path("chat.jinja").write_text(CHAT)
     chat = ("--tasks.chat_template_file", "chat.jinja")
     assert cli.main(["train", "run.toml", *SIZES, *chat, trains]) == 0
-    Path("chat.jinja").unlink()
+    Path("chat.jinja").rename("moved.jinja")
+    Path("other.jinja").write_text(CHAT + " ")
+    for given, told in (("none", "cannot change when a run is resumed"), ("other.jinja", "has changed since the run")):
+        assert cli.main([*RESUMED, given]) == 2
+        assert told in capsys.readouterr().err
+    assert cli.main([*RESUMED, "moved.jinja"]) == 0
+    Path("moved.jinja").unlink()
     assert cli.main(["export", "out", "exported"]) == 0
     for left in ["exported", *(["out/model"] if "sft" in trains else [])]:
         tokenizer = AutoTokenizer.from_pretrained(left)

@@ -123,10 +123,7 @@ def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float)
 
 
 def evenly(curve: Sequence[tuple[float, int]], num: int) -> tuple[tuple[float, int], ...]:
-    """Return the values of a step curve at ``num`` times that are equally far apart, from its first to its last.
-
-    Example: ``evenly(((0.0, 5), (0.5, 9), (0.6, 7), (2.0, 7)), 3)`` is ``((0.0, 5), (1.0, 7), (2.0, 7))``.
-    """
+    """Return the values of a step curve at ``num`` times that are equally far apart, from its first to its last."""
     start_s, end_s = curve[0][0], curve[-1][0]
     times = [start_s + (end_s - start_s) * i / (num - 1) for i in range(num)]
     return tuple((t, curve[bisect_right(curve, t, key=lambda point: point[0]) - 1][1]) for t in times)

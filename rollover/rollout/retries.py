@@ -11,11 +11,7 @@ _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 10.0
 
 
 class Retries:
-    """Counts for each sample the calls that failed since its last token.
-
-    Example: with ``max_retries=3`` a sample is tried again after 0.1, 0.2 and 0.4 s. ``failed`` returns False at the
-    fourth failure in a row; a single token in between makes the count start at 0.
-    """
+    """Counts for each sample the calls that failed since its last token."""
 
     def __init__(self, max_retries: int) -> None:
         self._max_retries = max_retries

@@ -148,8 +148,6 @@ def _hull(rounds: list[Round], cost: Callable[[Round], float]) -> list[Round]:
 def stratified(groups: Sequence[GroupRecord], batch_size: int) -> list[GroupRecord]:
     """Return a batch with the same mix of lengths as all of ``groups``, which are enough for one: of each of as many
     strata as a batch has groups, the longest and the shortest one in turn.
-
-    Example: of groups with 9, 8, 5, 4, 2 and 1 tokens, a batch of 3 gets those with 9, 4 and 2.
     """
     ordered = sorted(groups, key=lambda g: (-sum(s.num_tokens for s in g.samples), g.group_id))
     ends = [len(ordered) * i // batch_size for i in range(batch_size + 1)]

@@ -52,8 +52,6 @@ class Source(Protocol):
 class EachSample:
     """Hands out each prompt of another source ``num_samples`` times, for samples that are trained one by one, each in a
     group of its own.
-
-    Example: with 8 samples, prompts 0 to 7 are the first prompt of the other source, 8 to 15 the second.
     """
 
     def __init__(self, source: Source, num_samples: int) -> None:
@@ -66,10 +64,7 @@ class EachSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """The rules by which prompts are passed over and groups are compared; by default, every group is trained.
-
-    Example: ``GroupRules(keep_group=lambda rewards: len(set(rewards)) > 1)`` is dynamic sampling.
-    """
+    """The rules by which prompts are passed over and groups are compared; by default, every group is trained."""
 
     keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True
     """Returns whether a group with these rewards is worth training."""

@@ -79,14 +79,14 @@ def test_trained_tokens_are_those_that_had_a_gradient() -> None:
     s = summarize(ROWS, Timeline.of([*ROLLED_OVER, done]))
     assert (s.trained_tokens, s.live_tokens) == (39, 0)
     assert s.wasted_tokens == {"masked_stale": 4, "zero_advantage": 3}
+    rows = dict(summary_rows(s))
+    assert rows["wasted by the rollout"] == "0 of 46 tokens (0.0%)"
+    assert rows["without a gradient"] == "7 of 46 tokens (15.2%): masked_stale 4, zero_advantage 3"
     skipped = Timeline.of([*ROLLED_OVER, done._replace(untrained={WasteCause.SKIPPED: 36})])
     s, first = summarize(ROWS, skipped), summarize(ROWS, Timeline.of(ROLLED_OVER[:11]))
     assert (s.trained_tokens, s.wasted_tokens, s.decoded_tokens) == (10, {"skipped_batch": 36}, 46)
     assert first.lag and (s.lag, s.trained, s.resumes_per_sample) == (first.lag, first.trained, 0)
     assert {each.waste for each in skipped.samples} == {None, WasteCause.SKIPPED}
-    rows = dict(summary_rows(s))
-    assert rows["wasted by the rollout"] == "0 of 46 tokens (0.0%)"
-    assert rows["without a gradient"] == "7 of 46 tokens (15.2%): masked_stale 4, zero_advantage 3"
 
 
 def test_failures_are_counted_by_kind_with_a_sample_and_its_reason(tmp_path: Path) -> None:

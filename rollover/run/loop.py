@@ -25,7 +25,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
     """Train to ``config.steps`` from the session's current step. After a ``RolloverError`` the run can be resumed."""
     meter = session.meter
     with interrupt.deferred(), rare_collections(20_000):
-        await interrupt.unless(session.weights.publish())
+        with meter.paused():
+            await interrupt.unless(session.weights.publish())
         await _evaluate_when_due(session, interrupt)
         while session.version < session.config.steps and not interrupt.requested and not _is_settled(session):
             with meter.timed("time/rollout_s"):

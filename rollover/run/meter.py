@@ -66,7 +66,7 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the seconds of an evaluation from the step, unless samples are decoded meanwhile: they will count."""
+        """Exclude the seconds inside from the step; if samples are decoded meanwhile, they count, as an evaluation."""
         began_s, is_decoding = self._clock.now_s(), bool(self._ledger.running)
         try:
             yield

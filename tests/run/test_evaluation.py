@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from rollover.batch import TrainedStep
+from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.environments.pass_at_k import MeanEstimate
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, EnginesAway, RewardError
 from rollover.report.metrics import SPEED, MetricRow
 from rollover.rollout.environment import Environment, NoEnvironment
+from rollover.rollout.ledger import Ledger
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluation, Evaluator
@@ -357,15 +358,17 @@ async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool,
     scores.add(3, 0.5)
     settings = replace(config("p", every_steps=3, patience=patience), steps=8 if patience else 4)
     interrupt = Interrupt(SimpleNamespace(message=lambda text: None), resume="")  # type: ignore[arg-type]
+    costless: Any = SimpleNamespace(costs=dict)
+    meter = StepMeter(Ledger(), costless, None, VirtualClock(), overlaps_training=True)
     session: Any = SimpleNamespace(
         config=settings,
         evaluator=evaluator(FakeEngine(lambda request: 50, auto=True), Slow(), settings, version=4, done_version=3),
         scores=scores,
         version=4,
-        weights=SimpleNamespace(publish=nothing),
+        weights=SimpleNamespace(publish=lambda: asyncio.sleep(30.0)),
         driver=SimpleNamespace(stop=nothing, run_ended=lambda: happened.append("ended")),
         checkpoints=SimpleNamespace(save=nothing),
-        meter=SimpleNamespace(paused=nullcontext),
+        meter=meter,
         clock=VirtualClock(),
         resume_command="",
         observe=lambda event: happened.append(type(event).__name__),
@@ -373,6 +376,9 @@ async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool,
     with interrupt:
         await train(session, interrupt)
     assert [each for each in happened if each != "Notice"] == ([] if stops else ["Evaluated", "ended"])
+    await asyncio.sleep(1.0)
+    ended = meter.step_ended(Batch(step=4, groups=()), TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: 0}))
+    assert ended.metrics["time/step_s"] == 1.0, "neither the evaluation nor the weights that a process begins with"
 
 
 def test_the_table_of_an_evaluation_shows_a_standard_error_of_0() -> None:

@@ -96,11 +96,7 @@ class SampleFailed(NamedTuple):
 
 
 class GroupDropped(NamedTuple):
-    """The group will never be trained. The tokens of its samples are wasted for ``cause``.
-
-    Example: ``GroupDropped(30.0, 12, WasteCause.FILTER_ZERO_SIGNAL, prompt_returned=False)`` after all eight rewards
-    were 0.
-    """
+    """The group will never be trained. The tokens of its samples are wasted for ``cause``."""
 
     time_s: float
     group_id: int
@@ -128,9 +124,6 @@ class BatchTrained(NamedTuple):
 class BatchSkipped(NamedTuple):
     """The user decided to skip the batch of ``step`` whenever it is handed out: its step makes a version without an
     update. It was consumed before, and no checkpoint includes it.
-
-    Example: ``BatchSkipped(50.0, step=3)``: the tokens of batch 3 are wasted, and step 3 makes version 4 with the
-    weights of version 3.
     """
 
     time_s: float
@@ -155,9 +148,6 @@ class CheckpointSaved(NamedTuple):
 class Restarted(NamedTuple):
     """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to their journaled
     tokens; batches consumed at ``step`` and later will be handed out again as they were.
-
-    Example: ``Restarted(60.0, step=4, redo_from=None, lost_tokens=0)`` after batch 5 was consumed: the batches of
-    steps 4 and 5 come again before a new one is selected.
     """
 
     time_s: float

@@ -37,11 +37,7 @@ _ROUNDS_TO_SETTLE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The times that engine and trainer take, in iterations of few samples.
-
-    Example: if an iteration takes 10 ms for few samples and 20 ms for 64, and a training step 8 s, ``training`` is 800
-    and ``b0`` 64.
-    """
+    """The times that engine and trainer take, in iterations of few samples."""
 
     training: float = 0.0
     """Time of training a batch and publishing its weights."""
@@ -146,10 +142,6 @@ def _timed(
 ) -> tuple[float, int, list[float]]:
     """Return the time from one round to the next in a steady state, how many batches of earlier rounds are untrained
     when a round begins, and when these and its own are published, counted from its beginning.
-
-    Example: if two batches are collected at 3 and 10, a round takes 10 and a batch is trained in 4, they are published
-    at 7 and 14. With ``num_untrained`` 0 a round begins every 14. With 1 it begins every 10, and the last batch of the
-    round before is published at 4.
     """
     earlier: list[float] = []
     for _ in range(_ROUNDS_TO_SETTLE):

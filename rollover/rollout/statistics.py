@@ -122,11 +122,7 @@ class IterationPace:
 
 
 class Statistics:
-    """Lengths, lag and reward baselines of a run; only ``apply`` changes them.
-
-    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third sample, opened then, gets a
-    baseline with a mean of 0.498, a standard deviation of 0.5 and the worth of 1.996 siblings, which no longer changes.
-    """
+    """Lengths, lag and reward baselines of a run; only ``apply`` changes them."""
 
     def __init__(self) -> None:
         self.lengths = RecentLengths()

@@ -7,14 +7,16 @@ that ends before that event. The journal is on the disk before the checkpoint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.errors import RunError
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.journal import Journal
+from rollover.rollout.events import CheckpointSaved
+from rollover.rollout.journal import Journal, read_events
 from rollover.run.directory import RunDir
 from rollover.trainer.config import CheckpointConfig
 
@@ -92,6 +94,19 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
         journal.close()
         raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} includes event {written}: {remedy}")
     return journal
+
+
+@contextmanager
+def told_damage(run: RunDir) -> Iterator[None]:
+    """Have the error about a damaged checkpoint offer only checkpoints whose batches are on record."""
+    from rollover.trainer.checkpoint import DamagedCheckpoint
+
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        events = read_events(run.journal, effective=True, tokens=False)
+        error.oldest = max((event.step for _, event in events if isinstance(event, CheckpointSaved)), default=0)
+        raise
 
 
 def step_to_resume(run: RunDir, checkpoint: Path | None) -> int | None:

@@ -94,15 +94,18 @@ def prune_checkpoints(root: Path, keep_last: int, keep: Collection[int] = ()) ->
 class DamagedCheckpoint(ModelError):
     """A checkpoint that differs from what was written; the message says what the user can do about it."""
 
+    oldest = 0
+    """The version of the oldest checkpoint from which the run could be resumed; older ones may be kept as the best."""
+
     def __init__(self, folder: Path, damage: str) -> None:
         super().__init__(damage)
         self._folder = folder
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; {_doing_without(self._folder)}"
+        return f"{super().__str__()}; {_doing_without(self._folder, self.oldest)}"
 
 
-def _doing_without(folder: Path) -> str:
+def _doing_without(folder: Path, oldest: int) -> str:
     """Return what the user can do about a damaged checkpoint: use the newest other checkpoint that is intact."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
@@ -111,6 +114,8 @@ def _doing_without(folder: Path) -> str:
     for path in others:
         if _is_whole(path):
             new = f"start a new run with --model.path {path}"
+            if read_manifest(path).version < oldest:
+                return f"no other that can be resumed is intact: restore one, or {new}"
             return f"delete {' and '.join(damaged)} to resume from {path.name}, or {new}"
         damaged.append(str(path))
     return "no other is intact: restore one, or start a new run"

@@ -184,5 +184,10 @@ def test_a_damaged_checkpoint_is_done_without(begun: Say) -> None:
     weights.write_bytes(content)
     told = begun.refused(*RESUMED)
     assert f"{weights} is damaged" in told and "delete out/checkpoints/step_4 to resume from step_2" in told
+    kept = shutil.copytree("out/checkpoints/step_2", "kept")
     shutil.rmtree("out/checkpoints/step_4")
-    begun.done(*RESUMED)
+    begun.done(*RESUMED, "--checkpoint.keep_last", "1")
+    shutil.move(kept, "out/checkpoints/step_2")  # as the best one is kept, without its batches
+    weights.write_bytes(content)
+    told = begun.refused(*RESUMED)
+    assert "to resume" not in told and "or start a new run with --model.path out/checkpoints/step_2\n" in told

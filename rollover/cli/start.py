@@ -58,11 +58,11 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
     """Start a new run of ``job``, a function in ``rollover.run.jobs``."""
+    require("torch", purpose=ctx.command_path)
     from rollover.run import directory
     from rollover.run.building import build_config
     from rollover.run.jobs import completed
 
-    require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
     if job == "evaluate":
         overrides = [*_one_evaluation(overrides), *overrides]

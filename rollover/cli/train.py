@@ -43,7 +43,6 @@ def command(
     rollover train --resume runs/quickstart-20260101-120000
     """
     from rollover.run import directory
-    from rollover.run.prepare import check_resume
 
     overrides = ctx.meta[OVERRIDES]
     if skip_batch is not None and (resume is None or dry_run):
@@ -58,6 +57,8 @@ def command(
         )
     require("torch", purpose=ctx.command_path)
     if dry_run:
+        from rollover.run.prepare import check_resume
+
         saved = directory.saved_config(resume, overrides)
         check_resume(saved, resume)
         show_plan(ctx, saved)

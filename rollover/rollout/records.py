@@ -99,11 +99,7 @@ class GroupRecord:
 
 @dataclass(slots=True)
 class Tokens:
-    """The token accounts of a run: decoded = trained + wasted + live, and observed = in batches + dropped + live.
-
-    Example: of 1,000 decoded tokens, 600 were trained and 150 dropped with their groups. The other 250 are live: they
-    belong to samples that are running or parked, or to groups that no batch has consumed yet.
-    """
+    """The token accounts of a run: decoded = trained + wasted + live, and observed = in batches + dropped + live."""
 
     decoded: int = 0
     trained: int = 0

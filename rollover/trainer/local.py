@@ -7,6 +7,7 @@ trained. The trainer knows neither engines nor rollouts.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -46,6 +47,10 @@ from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import HeldWeights, Lease, own_weights
+
+_OF_THE_START = re.compile(r"kl/(rollout_)?proximal|(clip|cap)/at_start|is_weight/m|ess/|lag_\w+/(is_weight|ess)")
+"""Metrics that compare with the weights at the start of the step. Without a forward of their own, later mini-batches
+do not know them."""
 
 
 class LocalTrainer:
@@ -173,6 +178,9 @@ class LocalTrainer:
                 losses.append(loss)
                 parts.append(mini_metrics)
             metrics = reduce(LossMetrics.merge, parts)
+            measured = metrics.finalize()
+            if len(minis) > 1 and not self._algorithm.needs_proximal:
+                measured = {name: value for name, value in measured.items() if not _OF_THE_START.match(name)}
             trajectories = [t for g in groups for t in g.trajectories]
             distance_T, entropy_T, mass_T = gathered_tokens(world, measured_3T).cpu().numpy()
             drift = measured_drift(trajectories, distance_T, step=batch.step)
@@ -192,7 +200,7 @@ class LocalTrainer:
             **_batch_metrics(data, minis),
             **_kept_metrics(data, mass_T),
             **_route_metrics(data, config),
-            **metrics.finalize(),
+            **measured,
         }
         return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift)
 

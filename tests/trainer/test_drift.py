@@ -83,9 +83,21 @@ def test_weights_that_have_moved_are_not_compared(folder: Path) -> None:
     plain = resolve(AlgorithmConfig(name="rloo", correction="none"))
     trainer = make_trainer(folder, algorithm=plain, mini_batches=2, learning_rate=1.0)
     assert not trainer._algorithm.needs_proximal
-    drift = trainer.step(batch).drift
+    drift, moved = (found := trainer.step(batch)).drift, {*found.metrics}
     assert 0 < sum(found.num_tokens for found in drift.values()) < sum(counts.values())
     assert all(found.mean_abs == pytest.approx(OFF[name], abs=1e-5) for name, found in drift.items())
+    known = {*make_trainer(folder, algorithm=plain).step(batch).metrics} - moved
+    weights = (
+        "is_weight/mean",
+        "is_weight/max",
+        "clip/at_start",
+        "ess/token",
+        "ess/sample",
+        "lag_0/is_weight",
+        "lag_0/ess",
+    )
+    assert known == {*weights, "kl/proximal", "kl/rollout_proximal_k1", "kl/rollout_proximal_k3"}
+    assert "kl/proximal" in make_trainer(folder, mini_batches=2).step(batch).metrics
 
 
 def test_tokens_of_older_weights_have_no_drift(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections import defaultdict
@@ -47,7 +48,7 @@ class StepMeter:
         self._curriculum = curriculum
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._measured: dict[str, float] = {}
-        self._step_began_s = clock.now_s()
+        self._step_began_s = self._resumed_s = clock.now_s()
         self._at_last_step = self._counters()
         self._replayed = frozenset(ledger.replay)
 
@@ -79,7 +80,7 @@ class StepMeter:
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
         """Return the metrics of the step that ends now, and start the next one. A batch that an earlier process decoded
-        has no speed."""
+        has no speed. One of which it decoded a part is not trained at a speed: no step has the seconds of that."""
         now_s = self._clock.now_s()
         counters, before = self._counters(), self._at_last_step
         step_s = now_s - self._step_began_s
@@ -101,8 +102,13 @@ class StepMeter:
             ),
             "memory/peak_bytes": peak_memory_bytes(),
         }
-        if batch.step in self._replayed and WasteCause.SKIPPED not in trained.untrained:
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(SPEED)}
+        if WasteCause.SKIPPED not in trained.untrained:
+            if batch.step in self._replayed:
+                metrics = {name: value for name, value in metrics.items() if not name.startswith(SPEED)}
+            else:
+                if any(s.end_s < self._resumed_s for t in batch.trajectories for s in t.segments):
+                    del metrics[throughput.TRAINED.name]
+                self._resumed_s = -math.inf
         self._timings.clear()
         self._measured.clear()
         self._at_last_step = counters

@@ -22,6 +22,7 @@ from rollover.environments.pass_at_k import MeanEstimate
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, DataError, EngineError, EnginesAway, RewardError
 from rollover.report.metrics import SPEED, MetricRow
+from rollover.report.throughput import TRAINED
 from rollover.rollout.environment import Environment, NoEnvironment
 from rollover.rollout.ledger import Ledger
 from rollover.run.best import Scores
@@ -310,6 +311,12 @@ def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, co
         await asyncio.sleep(1.0)
         again = meter.step_ended(batch, TrainedStep(metrics={"time/step_s": 1.0, "loss": 0.5})).metrics
         assert again["loss"] == 0.5 and not any(name.startswith(SPEED) for name in again)
+        rig.ledger.replay.clear()  # as after a kill before the batch was whole
+        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+        for has_speed in (False, True):
+            await asyncio.sleep(1.0)
+            again = meter.step_ended(batch, TrainedStep(metrics={})).metrics
+            assert ("time/step_s" in again, TRAINED.name in again) == (True, has_speed)
 
     run(measured())
 

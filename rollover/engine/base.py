@@ -80,7 +80,8 @@ class Chunk:
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a call and on no other."""
     num_prefilled_tokens: int = 0
-    """Response tokens re-prefilled to start this call, with vLLM also those in its cache; on its first chunk only."""
+    """Response tokens re-prefilled to start this call, with vLLM also those in its cache; on its first chunk only.
+    Earlier turns of an episode are a part of the prompt."""
     engine: str = ""
     """Name of the engine that sampled the tokens; a pool of several fills it in."""
     kept: tuple[bytes, ...] = ()

@@ -88,18 +88,13 @@ class PortServer(uvicorn.Server):
 
 
 def authority(host: str, port: int) -> str:
-    """Return an address as URLs write it.
-
-    Example: ``authority("::1", 8790)`` is "[::1]:8790".
-    """
+    """Return an address as URLs write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen_on(address: tuple[str, int], *, setting: str, backlog: int | None = 1024) -> socket.socket:
     """Take an address; port 0 takes a free one. Raises ``ConfigError`` naming ``setting`` when it is in use or cannot
     be had. With a ``backlog`` of ``None``, connections are refused until a server answers.
-
-    Example: ``listen_on(("127.0.0.1", 0), setting="engine.admin").getsockname()[1]`` is 40121, say.
     """
     host, port = address
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)

@@ -31,10 +31,7 @@ CHECK_S = 5.0
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Assign an owner to each tensor, given their sizes, so that each rank has about the same number of bytes.
-
-    Example: ``owners({"embedding": 8, "up": 4, "down": 4}, 2)`` gives the first to rank 0 and the others to rank 1.
-    """
+    """Assign an owner to each tensor, given their sizes, so that each rank has about the same number of bytes."""
     names = list(sizes)
     assigned = by_longest_first(list(sizes.values()), num_ranks)
     return {names[i]: rank for rank, own in enumerate(assigned) for i in own}
@@ -121,8 +118,6 @@ def write_index(folder: Path) -> None:
 def local_rows(parameter: Tensor, world: World) -> slice:
     """Return the rows of the whole tensor that this rank holds, as FSDP2 assigns them: ``ceil(rows / size)`` for each,
     and the remainder for the last.
-
-    Example: with 5 rows on 3 ranks, ``slice(0, 2)``, ``slice(2, 4)`` and ``slice(4, 5)``.
     """
     rows = parameter.shape[0]
     each = -(-rows // world.size)

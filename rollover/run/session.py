@@ -108,6 +108,8 @@ async def open_session(
     config: RunConfig, run: RunDir, begun: Start, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
+    from rollover.trainer.checkpoint import read_manifest
+
     async with AsyncExitStack() as stack:
         parts = await _open_parts(config, run, begun, progress, stack, skip_batch)
         can = parts.engine.engine.capabilities
@@ -134,10 +136,12 @@ async def open_session(
         )
         stack.push_async_callback(evaluator.close)
         scores = Scores(config.best_metric, parts.evaluated)
+        is_own = begun[1].resolve().parent == run.checkpoints.resolve()  # it stands for a model that is gone
+        stands_in = {read_manifest(begun[1]).version} if is_own else set[int]()
 
         def kept() -> set[int]:
             best = scores.best_kept(run.checkpoints) if config.eval.keep_best else None
-            return set() if best is None else {best}
+            return stands_in if best is None else {best, *stands_in}
 
         yield Session(
             config=config,

@@ -155,11 +155,13 @@ def test_a_resume_accepts_other_weights_unless_they_are_the_reference(
     """A checkpoint can then stand for a model that is gone; the reference of a KL term cannot be replaced."""
     say_done = (*BEGUN, "--algorithm.kl_coef", kl_coef)
     assert cli.main([*say_done[:-4], "--steps", "2", "--algorithm.kl_coef", kl_coef]) == 0
-    argv = (*RESUMED, "--model.path", "out/checkpoints/step_2", "--steps", "4")
+    argv = (*RESUMED, "--model.path", "out/checkpoints/step_2", "--steps", "4", "--checkpoint.keep_last", "1")
     ends = [Path(folder, "generation_config.json").read_bytes() for folder in ("model", "out/checkpoints/step_2")]
     assert ends[0] != ends[1], "a checkpoint states the ends of the run"
     if kl_coef == "0":
         say.done(*argv)
+        assert {path.name for path in Path("out/checkpoints").iterdir()} == {"step_2", "step_4"}
+        say.done(*RESUMED)
     else:
         told = say.refused(*argv)
         assert "step_2 is not the model that the run started from: its weights are different" in told

@@ -1,7 +1,7 @@
 """Write a folder at once: it is complete, or it is not there.
 
 The content is written under a hidden name beside the folder and renamed. A process that is killed leaves at most a
-``.partial-*`` folder, which the next one deletes.
+``.partial-*`` folder; a run that goes on deletes its own.
 """
 
 from __future__ import annotations

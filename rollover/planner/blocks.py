@@ -31,8 +31,5 @@ def block(shape: TrainingPart | ReplicaKind, node_size: int) -> int:
 
 @cache
 def in_blocks(size: int, node_sizes: tuple[int, ...]) -> int:
-    """Return the number of devices that nodes have in whole blocks.
-
-    Example: nodes of 7 and 4 devices have 8 devices in blocks of 4, and 10 in blocks of 2.
-    """
+    """Return the number of devices that nodes have in whole blocks."""
     return sum(n - n % size for n in node_sizes)

@@ -7,6 +7,7 @@ that is killed in its warm-up repeats it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +18,7 @@ from rollover.algorithms.config import resolve
 from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
 from rollover.hf.config import max_context, read_model_config
+from rollover.hf.folder import PARTIAL
 from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.report.metrics import MetricsWriter
@@ -46,6 +48,8 @@ def initial_policy(
         ModelError: the model is not available or has an unsupported architecture.
         DataError: a source cannot be read or has no solutions for a warm-up.
     """
+    for left in folder.parent.glob(f"{PARTIAL}{folder.name}-*"):  # by a process that was killed; the run is locked
+        shutil.rmtree(left)
     base = folder.with_name(f"{folder.name}-untrained")
     if config.model.scratch is None:
         assert config.model.path is not None

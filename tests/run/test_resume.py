@@ -110,12 +110,15 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processe
     assert len(runs.batches(Path("out"))) == 5
 
 
-def test_a_resumed_run_deletes_checkpoints_that_a_kill_left(processes: Processes) -> None:
+def test_a_resumed_run_deletes_checkpoints_and_models_that_a_kill_left(processes: Processes) -> None:
     cue = Cue(CheckpointSaved, 2)
     killed = processes.run("train", "run.toml", "--run-dir", "out", "--checkpoint.keep_last", "1", kill_at=cue)
     assert killed.code == -9 and len(list(Path("out/checkpoints").iterdir())) == 2
+    for name in (".partial-model-1f", ".partial-model-untrained-2e"):
+        Path("out", name).mkdir()
     succeeded(processes.run("train", "--resume", "out"))
     assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step_4"]
+    assert not list(Path("out").glob(".partial-*"))
 
 
 STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}

@@ -96,10 +96,7 @@ def worked_solution(dataset_name: str, entry: Mapping[str, Any]) -> str:
 
 
 def apply(op: str, a: int, b: int) -> int:
-    """Return the result of an operation.
-
-    Example: ``apply("%", 36, 24)`` is 12.
-    """
+    """Return the result of an operation."""
     return _OPERATIONS[op](a, b)
 
 

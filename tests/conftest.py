@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,10 @@ if not HAS_GPU:
     # Triton reads this when it is first imported (transformers does, where it is installed): its own functions are
     # then interpreted too, as ours are in the tests.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Ignored by what nohup or a script begins in the background, and by every process that it begins.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples in every run: a test fails for everyone or for nobody.
 settings.register_profile("fixed", derandomize=True, deadline=None)

@@ -306,7 +306,6 @@ def _main(cwd: str, argv: Sequence[str], kill_at: Cue | None, interrupt_at: Cue 
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     os.chdir(cwd)
     for number, name in ((1, "out.txt"), (2, "err.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

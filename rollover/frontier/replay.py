@@ -70,7 +70,7 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     timeline = read_timeline(path) if timeline is None else timeline
     trace = read_run(path, timeline)
     rollout = _rollout(path, config)
-    tokens = {s.step: s.num_tokens for s in timeline.steps}
+    tokens = {s.step: s.num_tokens for s in timeline.trained_steps}
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")

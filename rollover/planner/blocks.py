@@ -18,10 +18,7 @@ def powers(largest: int) -> list[int]:
 
 
 def block_size(tp: int, pp: int, node_size: int) -> int:
-    """Return the number of devices that stay in one node: a whole pipeline if a node holds one, else a stage.
-
-    Example: four stages of two devices are blocks of 8 on nodes of 8 devices, and blocks of 2 on nodes of 6.
-    """
+    """Return the number of devices that stay in one node: a whole pipeline if a node holds one, else a stage."""
     return tp * pp if tp * pp <= node_size else tp
 
 

@@ -26,11 +26,7 @@ _LOSS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowPrices:
-    """Shadow prices of the limits (dual variables), relative to each other or beside what devices really cost.
-
-    Example: for two types, ``limits=[0.7, 0.2, 0.0, 0.1]`` prices the two, then a budget that does not bind, then
-    staleness.
-    """
+    """Shadow prices of the limits (dual variables), relative to each other or beside what devices really cost."""
 
     limits: Floats
     """(G + S + 2,): each type, each scarce size of blocks, the budget, staleness."""

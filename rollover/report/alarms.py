@@ -51,7 +51,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 """(metric, condition on its mean over the recent steps, text)."""
 _EPISODES_CUT = (
-    "{value:.0%} of the recent episodes end at a limit (rollout.max_new_tokens, environment.max_turn_tokens, max_turns"
+    "{value:.0%} of the recent responses end at a limit (rollout.max_new_tokens, environment.max_turn_tokens, max_turns"
     " or turn_timeout_s): what would follow is never done. Raise it, or read under Samples whether they end at all."
 )
 

@@ -7,8 +7,9 @@ that ends before that event. The journal is on the disk before the checkpoint.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,15 +98,17 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
 
 
 @contextmanager
-def told_damage(run: RunDir) -> Iterator[None]:
+def told_damage(journal: Path) -> Iterator[None]:
     """Have the error about a damaged checkpoint offer only checkpoints whose batches are on record."""
     from rollover.trainer.checkpoint import DamagedCheckpoint
 
     try:
         yield
     except DamagedCheckpoint as error:
-        events = read_events(run.journal, effective=True, tokens=False)
-        error.oldest = max((event.step for _, event in events if isinstance(event, CheckpointSaved)), default=0)
+        error.oldest = math.inf  # without a journal none can be resumed
+        with suppress(RunError):
+            events = read_events(journal, effective=True, tokens=False)
+            error.oldest = max((event.step for _, event in events if isinstance(event, CheckpointSaved)), default=0)
         raise
 
 

@@ -123,7 +123,9 @@ class RunDir:
         same |= {"path"} if config.tasks.keep_eval_out else set()  # its rows are compared then
         changed = _differing(derived_config(self.path), config)
         last = {dotted(key): [part for part in key if isinstance(part, str)][-1] for key in changed}
-        return [key for key in last if key.startswith(("eval.", "tasks.eval")) and last[key] not in same]
+        users = {"params", "config"}  # tables whose keys are a user's own
+        measures = [key for key in last if last[key] not in same or not users.isdisjoint(key.split("."))]
+        return [key for key in measures if key.startswith(("eval.", "tasks.eval"))]
 
     def settle(self) -> None:
         """Record the config under which the run continues, now that every part of it is open. A resume that fails

@@ -131,6 +131,10 @@ class Evaluator:
         due = version in (0, self._num_steps, self._late_version) or bool(every and version % every == 0)
         return bool(self._prompts) and due and version != self._done_version
 
+    def is_complete(self, version: int) -> bool:
+        """Return whether all evaluations up to the weights of ``version`` have ended."""
+        return self._beside is None and not self.is_due(version)
+
     def ends_at(self, version: int) -> None:
         """Make ``version`` the last one, which is evaluated in any case."""
         self._num_steps = version

@@ -144,7 +144,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
         if config.engine.declared.opens_many_calls:
             stack.enter_context(rare_collections(NEW_RECORDS))
-        stack.enter_context(told_damage(run))
+        stack.enter_context(told_damage(run.journal))
         begun = start(config, run, progress, stack)
         _run(work())
     record = read_run(run.path)

@@ -67,7 +67,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 )
             )
         is_over = session.version >= session.config.steps or is_settled
-        if is_over and not session.evaluator.is_due(session.version):  # an evaluation that was cut off comes on resume
+        if is_over and session.evaluator.is_complete(session.version):  # one that was cut off comes on resume
             session.driver.run_ended()
 
 

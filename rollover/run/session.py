@@ -136,8 +136,9 @@ async def open_session(
         )
         stack.push_async_callback(evaluator.close)
         scores = Scores(config.best_metric, parts.evaluated)
-        is_own = begun[1].resolve().parent == run.checkpoints.resolve()  # it stands for a model that is gone
-        stands_in = {read_manifest(begun[1]).version} if is_own else set[int]()
+        base = Path(config.model.path or "").expanduser()
+        is_own = base.resolve().parent == run.checkpoints.resolve()  # it stands for a model that is gone
+        stands_in = {read_manifest(base).version} if is_own else set[int]()
 
         def kept() -> set[int]:
             best = scores.best_kept(run.checkpoints) if config.eval.keep_best else None

@@ -94,7 +94,7 @@ def prune_checkpoints(root: Path, keep_last: int, keep: Collection[int] = ()) ->
 class DamagedCheckpoint(ModelError):
     """A checkpoint that differs from what was written; the message says what the user can do about it."""
 
-    oldest = 0
+    oldest = 0.0
     """The version of the oldest checkpoint from which the run could be resumed; older ones may be kept as the best."""
 
     def __init__(self, folder: Path, damage: str) -> None:
@@ -105,7 +105,7 @@ class DamagedCheckpoint(ModelError):
         return f"{super().__str__()}; {_doing_without(self._folder, self.oldest)}"
 
 
-def _doing_without(folder: Path, oldest: int) -> str:
+def _doing_without(folder: Path, oldest: float) -> str:
     """Return what the user can do about a damaged checkpoint: use the newest other checkpoint that is intact."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:

@@ -27,11 +27,7 @@ from rollover.types import SampleId, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTensors:
-    """``B`` samples with ``T`` sampled tokens in all.
-
-    Example: two groups of two samples with 3, 2, 4 and 1 response tokens have ``lengths_B`` of ``(3, 2, 4, 1)``,
-    ``group_B`` of ``(0, 0, 1, 1)`` and ``sample_T`` of ``(0, 0, 0, 1, 1, 2, 2, 2, 2, 3)``.
-    """
+    """``B`` samples with ``T`` sampled tokens in all."""
 
     paths: tuple[TrainingSample, ...]
     """The sequences to compute, ``P`` in all: a sample has several if its turns form a tree."""

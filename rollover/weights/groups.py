@@ -125,8 +125,9 @@ def address_towards(url: str) -> str:
 def is_loopback(url: str) -> bool:
     """Return whether a server is reached at an address that no other machine reaches."""
     try:
-        return ip_address(address_towards(url)).is_loopback
-    except OSError:  # its name is not known here, or there is no way to it
+        address = ip_address(socket.getaddrinfo(urlsplit(url).hostname, None)[0][4][0])
+        return address.is_loopback or address.is_unspecified
+    except OSError:  # its name is not known here
         return False
 
 

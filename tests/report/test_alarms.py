@@ -119,7 +119,7 @@ def test_a_share_beyond_its_limit_is_named(metric: str, bad: float, good: float,
 
 def test_an_episode_may_end_at_other_limits_than_a_response() -> None:
     (alarm,) = alarms(rows(10, response__truncated=0.6, episode__turns=3.0))
-    assert alarm.startswith("60% of the recent episodes end at a limit (rollout.max_new_tokens, environment.max_turn")
+    assert alarm.startswith("60% of the recent responses end at a limit (rollout.max_new_tokens, environment.max_turn")
 
 
 def test_failures_that_befall_long_responses_are_named_with_both_lengths() -> None:

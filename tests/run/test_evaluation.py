@@ -347,8 +347,10 @@ async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_be
     assert [each[:14] for each in happened] == ["stopping after", "saved"]
 
 
-@pytest.mark.parametrize(("stops", "patience"), [(False, 0), (True, 0), (True, 1)])
-async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool, patience: int) -> None:
+@pytest.mark.parametrize(
+    ("stops", "patience", "beside"), [(False, 0, False), (True, 0, False), (True, 1, False), (True, 1, True)]
+)
+async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool, patience: int, beside: bool) -> None:
     happened = list[str]()
 
     async def nothing() -> None: ...
@@ -369,7 +371,14 @@ async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool,
     meter = StepMeter(Ledger(), costless, None, VirtualClock(), overlaps_training=True)
     session: Any = SimpleNamespace(
         config=settings,
-        evaluator=evaluator(FakeEngine(lambda request: 50, auto=True), Slow(), settings, version=4, done_version=3),
+        evaluator=evaluator(
+            FakeEngine(lambda request: 50, auto=True),
+            Slow(),
+            settings,
+            version=4,
+            done_version=0 if beside else 3,
+            beside_training=beside,
+        ),
         scores=scores,
         version=4,
         weights=SimpleNamespace(publish=lambda: asyncio.sleep(30.0)),

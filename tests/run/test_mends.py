@@ -191,5 +191,10 @@ def test_a_damaged_checkpoint_is_done_without(begun: Say) -> None:
     begun.done(*RESUMED, "--checkpoint.keep_last", "1")
     shutil.move(kept, "out/checkpoints/step_2")  # as the best one is kept, without its batches
     weights.write_bytes(content)
-    told = begun.refused(*RESUMED)
-    assert "to resume" not in told and "or start a new run with --model.path out/checkpoints/step_2\n" in told
+    advice = "or start a new run with --model.path out/checkpoints/step_2\n"
+    for argv in (RESUMED, exported := ("export", "out", "to")):
+        told = begun.refused(*argv)
+        assert f"{weights} is damaged" in told and "to resume" not in told and advice in told
+    Path("out/journal.sqlite").unlink()
+    told = begun.refused(*exported)
+    assert f"{weights} is damaged" in told and "to resume" not in told and advice in told

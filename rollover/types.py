@@ -159,7 +159,7 @@ class Segment(NamedTuple):
     """Run clock at the first and after the last token of the segment."""
     num_prefilled_tokens: int = 0
     """Response tokens whose cache had to be computed again before this segment could start; with vLLM, all that were
-    sent again. Of an episode, those of its present turn alone: the turns before it are a part of the call's prompt."""
+    sent again. For an episode, only tokens of its current turn: earlier turns are part of the call's prompt."""
     engine: str = ""
     """Name of the engine that sampled these tokens, where a run has several."""
     kept: Sequence[bytes] = ()

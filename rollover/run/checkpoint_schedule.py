@@ -98,8 +98,8 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
 
 
 @contextmanager
-def told_damage(journal: Path) -> Iterator[None]:
-    """Have the error about a damaged checkpoint offer only checkpoints whose batches are on record."""
+def advice_on_damage(journal: Path) -> Iterator[None]:
+    """Let the error about a damaged checkpoint offer only checkpoints whose batches are on record."""
     from rollover.trainer.checkpoint import DamagedCheckpoint
 
     try:

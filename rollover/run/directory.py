@@ -122,10 +122,10 @@ class RunDir:
         same |= {"timeout_s", "concurrency", "api_key_env", "threads", "max_memory_gib", "weight"}
         same |= {"path"} if config.tasks.keep_eval_out else set()  # its rows are compared then
         changed = _differing(derived_config(self.path), config)
-        last = {dotted(key): [part for part in key if isinstance(part, str)][-1] for key in changed}
         users = {"params", "config"}  # tables whose keys are a user's own
-        measures = [key for key in last if last[key] not in same or not users.isdisjoint(key.split("."))]
-        return [key for key in measures if key.startswith(("eval.", "tasks.eval"))]
+        names = [[part for part in key if isinstance(part, str)][-1] for key in changed]
+        measures = [k for k, name in zip(changed, names, strict=True) if name not in same or users & {*k}]
+        return [name for name in map(dotted, measures) if name.startswith(("eval.", "tasks.eval"))]
 
     def settle(self) -> None:
         """Record the config under which the run continues, now that every part of it is open. A resume that fails

@@ -15,7 +15,7 @@ from rollover.hf.hub import resolve_model
 from rollover.report.metrics import read_metrics
 from rollover.run import directory, layout
 from rollover.run.best import Scores
-from rollover.run.checkpoint_schedule import told_damage
+from rollover.run.checkpoint_schedule import advice_on_damage
 from rollover.run.config import RunConfig
 from rollover.run.prepare import check_began_with
 from rollover.weights.adapters import holds_adapters
@@ -92,7 +92,7 @@ def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
                 break
             except FileNotFoundError:  # its run has just deleted it, for a newer one
                 continue
-        with told_damage(run / layout.JOURNAL):
+        with advice_on_damage(run / layout.JOURNAL):
             verify_files(checkpoint, read_manifest(checkpoint))
         yield checkpoint
 

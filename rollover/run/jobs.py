@@ -130,7 +130,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     from rollover.report.record import read_run
     from rollover.report.run_report import write_report
     from rollover.report.summary import summarize, summary_table
-    from rollover.run.checkpoint_schedule import told_damage
+    from rollover.run.checkpoint_schedule import advice_on_damage
     from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop
     from rollover.run.session import open_session, start
@@ -144,7 +144,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
         if config.engine.declared.opens_many_calls:
             stack.enter_context(rare_collections(NEW_RECORDS))
-        stack.enter_context(told_damage(run.journal))
+        stack.enter_context(advice_on_damage(run.journal))
         begun = start(config, run, progress, stack)
         _run(work())
     record = read_run(run.path)

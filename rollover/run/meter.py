@@ -80,7 +80,7 @@ class StepMeter:
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
         """Return the metrics of the step that ends now, and start the next one. A batch that an earlier process decoded
-        has no speed. One of which it decoded a part is not trained at a speed: no step has the seconds of that."""
+        has no speed. One that it decoded in part has no training speed, since no step has those seconds."""
         now_s = self._clock.now_s()
         counters, before = self._counters(), self._at_last_step
         step_s = now_s - self._step_began_s

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from rollover import cli
+from rollover.batch import WasteCause
 from rollover.errors import ConfigError, DataError, RunError
 from rollover.frontier.replay import Recorded, _trainer_s, read_recorded
 from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.record import read_timeline
-from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened, SampleScored
+from rollover.rollout.events import BatchConsumed, BatchTrained, CheckpointSaved, Event, GroupOpened, SampleScored
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.run import simulate
@@ -87,6 +88,20 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
         found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
     )
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
+
+
+def test_a_step_whose_batch_was_skipped_trained_no_tokens(tmp_path: Path) -> None:
+    def skipped(events: list[Event]) -> list[Event]:
+        at = next(i for i, e in enumerate(events) if isinstance(e, BatchConsumed) and e.step == 5)
+        return [*events[: at + 1], BatchTrained(events[at].time_s, 5, {WasteCause.SKIPPED: 1}), *events[at + 1 :]]
+
+    setup = small(scenario=Scenario(replicas=(TRUE,), trainer=Latency(s_per_token=1e-4)))
+    setup = replace(setup, rollout=setting("sync", setup, None))
+    found, whole = (
+        read_recorded(recorded_run(tmp_path / str(n), setup, 12, changed)) for n, changed in enumerate([skipped, list])
+    )
+    assert len(found.step_tokens_per_s) == len(whole.step_tokens_per_s) - 1
+    assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
 
 
 def _scored_together(events: list[Event]) -> list[Event]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # wheel.sh: builds the wheel and tries it in two environments, outside the repository: with the core alone and then with
-# the extra "swarm"; with "trl" and then with "all". Needs a package index; PYTHON names the interpreter.
+# the extra "swarm" and README's; with "trl" and then with "all". Needs a package index; PYTHON names the interpreter.
 set -euo pipefail
 unset PYTHONPATH
 
@@ -61,6 +61,12 @@ for _ in $(seq 600); do grep -q "nothing listens there" said.txt && break || sle
 kill $! && wait $! || true
 grep -q "nothing listens there" said.txt
 unset ROLLOVER_SWARM_TOKEN
+
+echo "README's first command"
+extras=$(grep -o "pip install '\.\[[a-z,]*\]'" "$root/README.md" | grep -o '\[.*\]')
+install core "$wheel$extras"
+"$work/core/bin/rollover" train quickstart --steps 5 --sft.steps 20 --eval.num_prompts 20 --run-dir short >said.txt 2>&1 \
+    || { cat said.txt >&2 && exit 1; }
 
 echo "inside TRL, by the script of its page"
 install trl "$wheel[trl]"

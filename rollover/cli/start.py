@@ -96,7 +96,7 @@ def _one_evaluation(overrides: Sequence[str]) -> list[str]:
 
 def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) -> RunConfig:
     """Return the run's config with its newest checkpoint as the model, held until ``stack`` is closed; adapters are
-    merged for it on first use, and models of checkpoints that the run has deleted are deleted too."""
+    merged for it on first use, and models of checkpoints that were deleted or written again are deleted too."""
     from rollover.run import directory
     from rollover.run.export import export, held_checkpoint
     from rollover.weights.adapters import holds_adapters
@@ -104,7 +104,8 @@ def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) ->
     model = checkpoint = stack.enter_context(held_checkpoint(run))
     if holds_adapters(checkpoint):
         for merged in (run / "merged").glob("step_*"):
-            if not (run / "checkpoints" / merged.name).is_dir():  # an evaluation of it would hold its checkpoint
+            source = run / "checkpoints" / merged.name  # an evaluation of it would hold this checkpoint
+            if not source.is_dir() or source.stat().st_mtime > merged.stat().st_mtime:
                 shutil.rmtree(merged, ignore_errors=True)
         model = run / "merged" / checkpoint.name
         if not model.is_dir():

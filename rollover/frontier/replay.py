@@ -19,6 +19,7 @@ from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.record import JOURNAL, read_config, read_timeline
+from rollover.report.throughput import TRAINED
 from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
@@ -71,7 +72,7 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     trace = read_run(path, timeline)
     rollout = _rollout(path, config)
     tokens = {s.step: s.num_tokens for s in timeline.trained_steps}
-    rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
+    rows = [r for r in read_metrics(path) if r.kind == "step" and TRAINED.parts(r.values) and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
     num_prompt_tokens, reward_s, filtered = _counted(path, config)

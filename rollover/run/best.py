@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollover.report.metrics import MetricRow
+from rollover.trainer.checkpoint import checkpoint_path
 
 
 class Scores:
@@ -32,8 +33,6 @@ class Scores:
     def best_kept(self, checkpoints: Path) -> int | None:
         """Return the best version, apart from versions whose checkpoint is not in the folder ``checkpoints``: they were
         deleted before ``eval.keep_best`` or ``eval.metric`` was set. Version 0 is the model that the run began with."""
-        from rollover.trainer.checkpoint import checkpoint_path
-
         return self._best_of(v for v in self._values if not v or checkpoint_path(checkpoints, v).is_dir())
 
     def _best_of(self, versions: Iterable[int]) -> int | None:

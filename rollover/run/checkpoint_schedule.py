@@ -19,6 +19,13 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import Journal, read_events
 from rollover.run.directory import RunDir
+from rollover.trainer.checkpoint import (
+    DamagedCheckpoint,
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+    read_manifest,
+)
 from rollover.trainer.config import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -53,8 +60,6 @@ class Checkpointer:
     async def save(self) -> None:
         """Save a checkpoint, unless the trainer's weights are saved already. It is written in a thread: while the event
         loop stands still, replies that are there already run into their deadlines."""
-        from rollover.trainer.checkpoint import checkpoint_path
-
         version = self.trainer.version
         if version != self._saved_version:
             self.driver.flush()
@@ -67,22 +72,16 @@ class Checkpointer:
 
     def prune(self) -> None:
         """Delete the checkpoints that are not kept."""
-        from rollover.trainer.checkpoint import prune_checkpoints
-
         prune_checkpoints(self.folder, self.config.keep_last, self.keep())
 
     def _oldest_kept(self) -> int:
         """Return the version of the oldest checkpoint that stays: older batches need no replay."""
-        from rollover.trainer.checkpoint import list_checkpoints, read_manifest
-
         kept = list_checkpoints(self.folder)[-self.config.keep_last :]
         return read_manifest(kept[0]).version
 
 
 def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
     """Open the run's journal, a new one for a new run. Raises ``RunError`` when it is older than the checkpoint."""
-    from rollover.trainer.checkpoint import read_manifest
-
     if checkpoint is None:
         return Journal(run.journal)
     remedy = f"put the right one back, or start a new run with --model.path {checkpoint}"
@@ -100,8 +99,6 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
 @contextmanager
 def advice_on_damage(journal: Path) -> Iterator[None]:
     """Let the error about a damaged checkpoint offer only checkpoints whose batches are on record."""
-    from rollover.trainer.checkpoint import DamagedCheckpoint
-
     try:
         yield
     except DamagedCheckpoint as error:
@@ -114,8 +111,6 @@ def advice_on_damage(journal: Path) -> Iterator[None]:
 
 def step_to_resume(run: RunDir, checkpoint: Path | None) -> int | None:
     """Return the step from which the run continues; ``None`` for a new run."""
-    from rollover.trainer.checkpoint import read_manifest
-
     if checkpoint is not None:
         return read_manifest(checkpoint).version
     return 0 if run.journal.exists() else None

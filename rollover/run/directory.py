@@ -119,7 +119,7 @@ class RunDir:
     def changed_measure(self, config: RunConfig) -> list[str]:
         """List the settings of evaluations, as ``config`` has them, that change what they measure."""
         same = {"every_steps", "keep_best", "patience", "metric", "workers", "retries", "samples_per_prompt", "k"}
-        same |= {"timeout_s", "concurrency", "api_key_env", "threads", "max_memory_gib", "weight"}
+        same |= {"concurrency", "api_key_env", "threads", "max_memory_gib", "weight"}
         same |= {"path"} if config.tasks.keep_eval_out else set()  # its rows are compared then
         changed = _differing(derived_config(self.path), config)
         users = {"params", "config"}  # tables whose keys are a user's own

@@ -21,7 +21,7 @@ from rollover.rollout.strategy import OnFull
 from rollover.run.config import RunConfig, longest_tokens
 from rollover.run.directory import RunDir
 from rollover.run.kinds import ENGINES, open_engine
-from rollover.trainer.config import TrainerConfig, is_sharded
+from rollover.trainer.config import TrainerConfig
 
 
 async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]) -> OpenedEngine:
@@ -71,7 +71,7 @@ def sending_device(config: RunConfig) -> str | None:
     """Return the GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way."""
     if config.engine.weight_transfer != "nccl":
         return None
-    if is_sharded(config.trainer) or config.cluster is not None:
+    if config.trainer.is_sharded or config.cluster is not None:
         return "cuda:0"
     from rollover.trainer.models import pick_device
 
@@ -111,8 +111,7 @@ def check_places(cluster: ClusterConfig, trainer: TrainerConfig, engine: ServerC
     ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
     forms, device = checked_forms(cluster, engine, ranks)
     lines = [f"server {line}" for line in described(forms, device)]
-    lora = trainer.lora
-    return [*lines, _way_of_weights(_by_folder(engine, sends_adapters=lora is not None and lora.publish == "adapter"))]
+    return [*lines, _way_of_weights(_by_folder(engine, sends_adapters=trainer.publishes_adapters))]
 
 
 async def open_places(

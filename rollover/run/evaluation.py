@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine
+from rollover.engine.base import CallPlacement, Engine
 from rollover.engine.complete import STALL_S, complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import RewardScorer
@@ -65,6 +65,26 @@ class Evaluation:
         return numbers
 
 
+class _Room:
+    """Lets as many in at the same time as ``size`` says at present.
+
+    Example: ``async with room:`` around each response of an evaluation.
+    """
+
+    def __init__(self, size: Callable[[], int]) -> None:
+        self._size, self._num, self._left = size, 0, asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._left:
+            await self._left.wait_for(lambda: self._num < self._size())
+            self._num += 1
+
+    async def __aexit__(self, *error: object) -> None:
+        async with self._left:
+            self._num -= 1
+            self._left.notify(max(1, self._size() - self._num))
+
+
 class Evaluator:
     """Evaluates the weights in the engine, as ``[eval]`` describes it: before the first step, after the last, and every
     ``eval.every_steps`` in between.
@@ -78,6 +98,7 @@ class Evaluator:
         done_version: the version that an earlier process has evaluated already.
         beside_training: whether an evaluation between the first and the last one lets training go on. Its calls and
             the rollouts' then take turns in the engine, of which it takes at most half.
+        placement: where calls are placed, if the members of the engine come and go: it has their present room.
     """
 
     def __init__(
@@ -94,6 +115,7 @@ class Evaluator:
         version: int = 0,
         done_version: int | None = None,
         beside_training: bool = False,
+        placement: CallPlacement | None = None,
     ) -> None:
         self._config = config.eval
         self._num_steps = config.steps
@@ -119,6 +141,7 @@ class Evaluator:
         self._num_evaluations = 0
         self._done_version = done_version
         self._beside_training = beside_training
+        self._placement = placement
         every = self._config.every_steps
         is_late = beside_training and every > 0 and version - version % every > (done_version or 0)
         self._late_version = version if is_late else None
@@ -141,14 +164,14 @@ class Evaluator:
 
     async def run_when_due(self, version: int) -> list[tuple[int, Evaluation]]:
         """Evaluate the weights of ``version``, which the engine has, if they are due, or begin to. Returns the
-        evaluations that have ended, with their versions."""
+        evaluations that have ended, with their versions; if there are any, the last weights may still be due."""
         ended = []
         is_last = version == self._num_steps
         if self._beside is not None and (self._beside.done() or self.is_due(version) or is_last):
             assert self._done_version is not None
             ended.append((self._done_version, await self._beside))
             self._beside = None
-        if self.is_due(version):
+        if self.is_due(version) and not (ended and is_last):
             if self._beside_training and version > 0 and not is_last:
                 self._beside = asyncio.create_task(self.run(version, beside=True))
             else:
@@ -175,8 +198,12 @@ class Evaluator:
         """
         self._num_evaluations += 1
         before = self._scorer.costs(in_evaluations=True)
-        max_running = self._engine.capabilities.max_running
-        room = asyncio.Semaphore(max(1, max_running // 2) if beside else max_running)
+
+        def present() -> int:
+            of_workers = self._placement.room() if self._placement else 0
+            return max(1, (of_workers or self._engine.capabilities.max_running) // (2 if beside else 1))
+
+        room = _Room(present)
         ids = [
             [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
             for p, prompt in enumerate(self._prompts)

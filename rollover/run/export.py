@@ -18,6 +18,14 @@ from rollover.run.best import Scores
 from rollover.run.checkpoint_schedule import advice_on_damage
 from rollover.run.config import RunConfig
 from rollover.run.prepare import check_began_with
+from rollover.trainer.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    checkpoint_path,
+    list_checkpoints,
+    read_manifest,
+    verify_files,
+)
 from rollover.weights.adapters import holds_adapters
 
 
@@ -54,8 +62,6 @@ def best_step(run: Path) -> int:
 
 
 def _write(run: Path, checkpoint: Path, target: Path) -> None:
-    from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER
-
     if holds_adapters(checkpoint):
         from rollover.trainer.lora import merge
 
@@ -81,8 +87,6 @@ def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
         RunError: there is no such run or checkpoint.
         ModelError: the checkpoint is damaged.
     """
-    from rollover.trainer.checkpoint import MANIFEST, read_manifest, verify_files
-
     config = directory.derived_config(run)
     with ExitStack() as stack:
         while True:
@@ -98,8 +102,6 @@ def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
 
 
 def _find(run: Path, config: RunConfig, step: int | None) -> Path:
-    from rollover.trainer.checkpoint import checkpoint_path, list_checkpoints
-
     found = list_checkpoints(run / "checkpoints")
     if not found:
         if config.variants:

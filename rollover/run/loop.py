@@ -118,6 +118,8 @@ async def _evaluate_when_due(session: Session, interrupt: Interrupt) -> None:
         session.observe(Evaluated(version=version, time_s=session.clock.now_s(), evaluation=evaluation))
     if keeps_best and ended:
         session.checkpoints.prune()
+    if ended and session.evaluator.is_due(session.version):  # these are on record now, whatever stops the next
+        await _evaluate_when_due(session, interrupt)
 
 
 def _is_settled(session: Session) -> bool:

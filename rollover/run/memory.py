@@ -13,7 +13,6 @@ from rollover.engine.devices import UNSEEN, numbered
 from rollover.run.config import RunConfig
 from rollover.run.trainers import model_shape
 from rollover.trainer.checks import SHARDED
-from rollover.trainer.config import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +167,7 @@ def _advice(config: RunConfig, memory: DeviceMemory) -> str:
         can_offload = not trainer.offload and memory.device != "cpu" and model_shape(config)["model_type"] in SHARDED
         offload = f"set trainer.offload = true, or {adapters}" if can_offload else adapters
         over = memory.total - (memory.capacity or memory.total)
-        if trainer.optimizer == "adamw" and not is_sharded(trainer) and memory.parts.get("optimizer", 0) * 0.7 > over:
+        if trainer.optimizer == "adamw" and not trainer.is_sharded and memory.parts.get("optimizer", 0) * 0.7 > over:
             offload = f"set trainer.optimizer = 'adamw_8bit', or {offload}"
         remedies |= {"optimizer": offload, "gradients": offload, _OFFLOADED: adapters}
     if (argument := config.engine.memory_share_argument) is not None:

@@ -61,8 +61,8 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
     ``report.samples.COLUMNS`` of a batch."""
 
     def observe(event: RunEvent) -> None:
-        if isinstance(event, StepEnded) and event.step % every_steps == 0:
-            writer.write_samples(event.step, COLUMNS, rows(event.batch))
+        if isinstance(event, StepEnded) and event.step % every_steps == 0 and "reward/mean" in event.metrics:
+            writer.write_samples(event.step, COLUMNS, rows(event.batch))  # a skipped batch has no mean
 
     return observe
 

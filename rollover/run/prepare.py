@@ -33,6 +33,7 @@ from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
 from rollover.tasks.open import companions_of, eval_sources, held_out_texts, reply_end, same_datasets, train_source
 from rollover.tasks.prompt_source import Example, PromptSource, examples
+from rollover.trainer.checkpoint import latest_checkpoint
 
 NUM_TOKENIZER_TEXTS = 2000
 """Number of prompts, with their solutions if there is a warm-up, on which a tokenizer from scratch is trained."""
@@ -83,7 +84,7 @@ def check_model(config: RunConfig, run: RunDir, folder: Path) -> None:
 def check_resume(config: RunConfig, run: Path) -> None:
     """Check that the run in ``run`` would find what it began with: datasets and a model that need no download and that
     it has not made itself. Raises ``DataError`` or ``ModelError`` naming what is different."""
-    if (run / layout.JOURNAL).exists():
+    if (run / layout.JOURNAL).exists() or (run / layout.MODEL).is_dir():
         train, measured = (
             tuple(s for s in role if not s.look_up()) for role in (config.tasks.train, config.tasks.eval)
         )
@@ -96,8 +97,6 @@ def check_resume(config: RunConfig, run: Path) -> None:
 
 
 def _needs_weights(config: RunConfig, run: Path) -> bool:
-    from rollover.trainer.checkpoint import latest_checkpoint
-
     has_checkpoint = latest_checkpoint(run / layout.CHECKPOINTS) is not None
     return not has_checkpoint or resolve(config.algorithm).needs_ref or config.trainer.lora is not None
 
@@ -105,8 +104,6 @@ def _needs_weights(config: RunConfig, run: Path) -> bool:
 def check_began_with(run: Path, folder: Path, *, needs_weights: bool = True) -> None:
     """Check that ``folder`` holds the model whose fingerprint the run in ``run`` has recorded, with its files or those
     of the run's checkpoints beside the weights. Raises ``ModelError`` naming what is different."""
-    from rollover.trainer.checkpoint import latest_checkpoint
-
     record, found = run / layout.BEGAN_WITH, fingerprint(folder)
     try:
         began_with = dict(parse_json(record.read_text())["model"])

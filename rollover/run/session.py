@@ -49,6 +49,7 @@ from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.episodes import open_environments
 from rollover.tasks.open import companions_of, eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
+from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -86,13 +87,11 @@ Start = tuple[MetricsWriter, Path, Path | None]
 def start(config: RunConfig, run: RunDir, progress: Progress, stack: ExitStack) -> Start:
     """Make the initial policy, outside any event loop: a warm-up calls code of the user's that may be ``async``.
     ``stack`` closes the metrics."""
-    from rollover.trainer.checkpoint import latest_checkpoint
-
     checkpoint = latest_checkpoint(run.checkpoints)
     step = step_to_resume(run, checkpoint)
     sinks = open_sinks(config.logging, run.path, run_config=resolved(config), identity=run.identity(), resume_step=step)
     metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
-    has_begun = run.journal.exists()
+    has_begun = run.journal.exists() or run.model.is_dir()  # taught by its datasets and template
     run.note(
         datasets=same_datasets(config.tasks, run.noted("datasets") if has_begun else None),
         eval_seed=run.noted("eval_seed") if has_begun else config.tasks.eval_seed,
@@ -108,8 +107,6 @@ async def open_session(
     config: RunConfig, run: RunDir, begun: Start, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
-    from rollover.trainer.checkpoint import read_manifest
-
     async with AsyncExitStack() as stack:
         parts = await _open_parts(config, run, begun, progress, stack, skip_batch)
         can = parts.engine.engine.capabilities
@@ -133,6 +130,7 @@ async def open_session(
             done_version=max((row.step for row in parts.evaluated), default=None),
             # The best checkpoint has to be the weights that were measured, so they must not change meanwhile.
             beside_training=overlaps and can.in_flight_update and not config.eval.keep_best,
+            placement=parts.engine.placement,
         )
         stack.push_async_callback(evaluator.close)
         scores = Scores(config.best_metric, parts.evaluated)

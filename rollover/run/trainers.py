@@ -16,8 +16,9 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.run.layout import LOCK
+from rollover.trainer.checkpoint import read_manifest
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import SFTConfig, TrainerConfig, is_sharded
+from rollover.trainer.config import StepConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
@@ -35,7 +36,6 @@ def open_trainer(
         RankLost: the processes of several devices do not start.
         ConfigError: they cannot be placed on the cluster.
     """
-    from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.fleet import FleetTrainer
     from rollover.trainer.local import LocalTrainer
     from rollover.trainer.setup import TrainingSetup
@@ -52,7 +52,7 @@ def open_trainer(
         deterministic=config.deterministic,
         companions=companions,
     )
-    if not is_sharded(config.trainer) and config.cluster is None:
+    if not config.trainer.is_sharded and config.cluster is None:
         return LocalTrainer(setup, folder, resume_from=checkpoint)
     return FleetTrainer(
         setup,
@@ -65,9 +65,7 @@ def open_trainer(
     )
 
 
-def cluster_launcher(
-    config: RunConfig, section: TrainerConfig | SFTConfig, run: Path, progress: Progress
-) -> RankLauncher | None:
+def cluster_launcher(config: RunConfig, section: StepConfig, run: Path, progress: Progress) -> RankLauncher | None:
     """Return what starts the ranks of the trainer or of the warm-up on the cluster; ``None`` without a cluster. Raises
     ``ConfigError`` when there is no such cluster, or it could never take the ranks."""
     if config.cluster is None:
@@ -132,8 +130,8 @@ def _proved(config: RunConfig, model: Mapping[str, Any]) -> Iterator[str]:
         prove_routes(model)
 
 
-def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
-    if not is_sharded(section):
+def _check_machine(section: StepConfig) -> Iterator[str]:
+    if not section.is_sharded:
         if section.device not in ("auto", "cpu"):
             from rollover.trainer.models import pick_device
 
@@ -148,7 +146,7 @@ def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
         yield f"{section.role}: weights, gradients and optimizer state are in the machine's memory"
 
 
-def _check_cluster(cluster: ClusterConfig, sections: Sequence[TrainerConfig | SFTConfig]) -> list[str]:
+def _check_cluster(cluster: ClusterConfig, sections: Sequence[StepConfig]) -> list[str]:
     from rollover.cluster.connect import connect
     from rollover.cluster.nodes import alive_nodes, check_placeable, check_versions, written
     from rollover.cluster.ranks import rank_demand

@@ -17,6 +17,7 @@ from rollover.frontier.settings import check_strategies, default_strategies, set
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.record import read_timeline
+from rollover.report.throughput import TRAINED
 from rollover.rollout.events import BatchConsumed, BatchTrained, CheckpointSaved, Event, GroupOpened, SampleScored
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
@@ -51,7 +52,7 @@ def recorded_run(
         for s in run.steps:
             train_s = end_s[s.step] - consumed_s[s.step]
             times = {"time/step_s": s.duration_s, "time/rollout_s": s.duration_s - train_s, "time/train_s": train_s}
-            metrics.write("step", s.step, end_s[s.step], times)
+            metrics.write("step", s.step, end_s[s.step], times | {TRAINED.name: 1.0})
     return folder
 
 
@@ -102,6 +103,10 @@ def test_a_step_whose_batch_was_skipped_trained_no_tokens(tmp_path: Path) -> Non
     )
     assert len(found.step_tokens_per_s) == len(whole.step_tokens_per_s) - 1
     assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
+    file = tmp_path / "1" / "metrics.jsonl"
+    file.write_text(file.read_text().replace(TRAINED.name, "x", 1))
+    begun = read_recorded(tmp_path / "1").step_tokens_per_s
+    assert begun == whole.step_tokens_per_s[1:], "a step whose batch was decoded by an earlier process has no speed"
 
 
 def _scored_together(events: list[Event]) -> list[Event]:

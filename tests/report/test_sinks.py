@@ -181,7 +181,8 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
             writer, 10, lambda b: table_rows(of_batch(b, lambda n: 0.0), char_tokenizer(), redacted_text)
         )
         for number in (19, 20):
-            observe(StepEnded(step=number, batch=batch, time_s=0.0, metrics={}))
+            observe(StepEnded(step=number, batch=batch, time_s=0.0, metrics={"reward/mean": 0.5}))
+        observe(StepEnded(step=30, batch=batch, time_s=0.0, metrics={}))  # skipped
     ((logged, at),) = runs[0].rows
     table = logged.pop("samples")
     assert (logged, at) == (axis, step)

@@ -244,14 +244,16 @@ async def test_an_evaluation_beside_training_measures_weights_near_its_own_in_an
     assert all(newest < due + 5 for due, newest in ended), ended
 
 
-async def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
-    engine = FakeEngine(lambda request: 50, auto=True, max_running=4)
-    beside = evaluator(engine, beside_training=True, settings=config("p", every_steps=1))
+@pytest.mark.parametrize("placement", [None, SimpleNamespace(room=lambda: 4)])
+async def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for(placement: Any) -> None:
+    engine = FakeEngine(lambda request: 50, auto=True, max_running=256 if placement else 4)
+    settings = config("p", every_steps=1)
+    beside = evaluator(engine, beside_training=True, settings=settings, placement=placement)
     assert await beside.run_when_due(1) == []
     beside.ends_at(1)
     [(version, result)] = await beside.run_when_due(1)
     assert (version, len(result.lengths)) == (1, 10)
-    assert engine.num_ticks == 10 / 2 * 9, "half of the engine is left to the rollouts"
+    assert engine.num_ticks == 10 / 2 * 9, "half of the room there is now is left to the rollouts"
 
 
 async def test_an_evaluation_that_a_stop_cut_off_is_made_up_for_by_the_weights_that_the_run_goes_on_from() -> None:
@@ -263,7 +265,7 @@ async def test_an_evaluation_that_a_stop_cut_off_is_made_up_for_by_the_weights_t
     assert (late.is_due(23), done.is_due(23)) == (True, False)
     assert await late.run_when_due(23) == []
     late.ends_at(24)
-    assert [version for version, _ in await late.run_when_due(24)] == [23, 24]
+    assert [version for _ in range(2) for version, _ in await late.run_when_due(24)] == [23, 24]
 
 
 def test_best_and_patience_count_evaluations() -> None:
@@ -345,6 +347,27 @@ async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_be
     with interrupt, interrupt.deferred():
         await _evaluate_when_due(session, interrupt)
     assert [each[:14] for each in happened] == ["stopping after", "saved"]
+
+
+async def test_an_evaluation_that_has_ended_is_on_record_before_the_last_one_begins() -> None:
+    engine = FakeEngine(lambda request: 50, auto=True)
+    settings, shown = replace(config("p", every_steps=1), steps=2), list[int]()
+    scores = SimpleNamespace(metric="accuracy", add=lambda version, value: shown.append(version))
+    interrupt = Interrupt(SimpleNamespace(message=lambda text: None), resume="")  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(
+        config=settings,
+        evaluator=evaluator(engine, settings=settings, version=1, beside_training=True),
+        version=1,
+        scores=scores,
+        clock=VirtualClock(),
+        observe=lambda event: signal.raise_signal(signal.SIGINT),
+        meter=SimpleNamespace(paused=nullcontext),
+    )
+    with interrupt, interrupt.deferred():
+        await _evaluate_when_due(session, interrupt)
+        session.version = 2
+        await _evaluate_when_due(session, interrupt)
+    assert (shown, session.evaluator.is_complete(2)) == ([1], False)
 
 
 @pytest.mark.parametrize(

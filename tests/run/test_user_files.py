@@ -160,6 +160,13 @@ def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
         assert cli.main([*RESUMED, given]) == 2
         assert told in capsys.readouterr().err
     assert cli.main([*RESUMED, "moved.jinja"]) == 0
+    if "sft" in trains:  # its warm-up is done, and it never came to its first batch
+        shutil.rmtree("out/checkpoints")
+        Path("out/journal.sqlite").unlink()
+        for dry in ((), ("--dry-run",)):
+            assert cli.main([*RESUMED, "other.jinja", *dry]) == 2
+            assert "has changed since the run" in capsys.readouterr().err
+        assert cli.main([*RESUMED, "moved.jinja"]) == 0
     Path("moved.jinja").unlink()
     assert cli.main(["export", "out", "exported"]) == 0
     for left in ["exported", *(["out/model"] if "sft" in trains else [])]:

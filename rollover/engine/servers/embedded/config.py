@@ -27,6 +27,8 @@ class EmbeddedServerConfig(ServerConfig):
     """`"embedded_server"` selects this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("rollover", "serve")
     """Program that starts a server; by default the one from this program's own environment."""
+    launch_args: Changeable[tuple[str, ...]] = ()
+    """Additional arguments for it, such as `["--block_size_tokens", "64"]`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """With `launch`, the number format of weights and cache; `auto` is bfloat16 on a GPU and float32 on a CPU, where
     half precision is slow."""

@@ -243,7 +243,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("rollover.trainer.checkpoint.save_file", no_room)
+            patch.setattr("rollover.trainer.moments.save_file", no_room)
             save_as_ever(trainer, folder, extra)  # type: ignore[arg-type]
 
     append, save_as_ever = Journal.append, LocalTrainer.save

@@ -1,7 +1,7 @@
 """Policy-gradient algorithms (GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO) as rows of one table.
 
 ``config`` and ``registry`` need no torch and are exported here; ``advantages``, ``losses``,
-``corrections``, ``kl``, ``untrained`` and ``metrics`` are the tensor functions behind the settings of a row.
+``corrections``, ``kl`` and ``metrics`` are the tensor functions behind the settings of a row.
 """
 
 from rollover.algorithms.config import AlgorithmConfig, resolve

@@ -78,7 +78,7 @@ class LossMetrics:
     log_weight_sums_2: Tensor
     """Log of the sums over samples of w and w squared, w the product of a sample's importance weights."""
     untrained_C: Tensor
-    """Tokens without a gradient, by the causes of ``untrained.CAUSES``."""
+    """Tokens without a gradient, by the causes of ``CAUSES``."""
     capped: bool
     """True if the clip caps weights and zeroes no gradient (``cispo``)."""
     uncorrected: bool

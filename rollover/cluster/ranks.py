@@ -36,7 +36,7 @@ from rollover.cluster.nodes import (
     room_for,
 )
 from rollover.errors import ConfigError
-from rollover.trainer.config import SFTConfig, TrainerConfig
+from rollover.trainer.config import StepConfig
 from rollover.trainer.leading import LedRanks, RankProcess
 from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
 
@@ -48,7 +48,7 @@ _END_S = 15.0
 """Maximum wait for hosts to end their ranks; Ray ends the ranks of the others."""
 
 
-def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
+def rank_demand(cluster: ClusterConfig, config: StepConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
     """Return what the ranks need: each a GPU if the cluster has them, or else one CPU, and ``trainer_resources``.
 
     Raises ``ConfigError`` for a device that ranks cannot have, and for GPUs that this build of PyTorch cannot use; all
@@ -100,7 +100,7 @@ class RayLauncher:
     def __init__(
         self,
         cluster: ClusterConfig,
-        config: TrainerConfig | SFTConfig,
+        config: StepConfig,
         *,
         timeout_s: float,
         run: Path,

@@ -151,8 +151,6 @@ class Consumers:
             self.scoring.update(dict.fromkeys(sample_ids, asyncio.create_task(self._score(sample_ids))))
 
     async def _score(self, sample_ids: tuple[SampleId, ...]) -> None:
-        if not sample_ids:
-            return
         try:
             scores = await scores_of(self._scorer, [self._ledger.sample(i).trajectory for i in sample_ids])
         except RolloverError as e:

@@ -92,10 +92,6 @@ class GroupRecord:
     def num_scored(self) -> int:
         return sum(s.state is SCORED for s in self.samples)
 
-    @property
-    def rewards_G(self) -> tuple[float, ...]:
-        return tuple(s.reward for s in self.samples if s.reward is not None)
-
 
 @dataclass(slots=True)
 class Tokens:

@@ -36,10 +36,6 @@ class AssignedRows:
     padding: Row
     num_padding: int
 
-    @property
-    def num_passes(self) -> int:
-        return len(self.rows) + self.num_padding
-
     def cost(self, samples: Sequence[TrainingSample], quadratic: float) -> float:
         """Return the total cost of its passes, including the cost of padding; see ``family_cost``."""
         own = sum(_row_cost(samples, row, quadratic) for row in self.rows)

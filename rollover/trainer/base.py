@@ -1,5 +1,5 @@
 """The ``Trainer`` protocol: the interface of training to a run, whatever devices it uses. ``local`` implements it on
-one."""
+one, ``fleet`` on several."""
 
 from __future__ import annotations
 

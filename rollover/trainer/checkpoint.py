@@ -20,15 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.optim import AdamW
-
 from rollover import locks
 from rollover.errors import ModelError, parse_json
-from rollover.trainer.eight_bits import SCALES, AdamW8bit, scales_shape
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
@@ -37,8 +30,6 @@ OPTIMIZER = "trainer/optimizer.safetensors"
 _NAME = re.compile(r"step_(\d+)")
 _OWN_SUM = "sha256"
 """Key of the manifest's own checksum in its file."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""The moments that AdamW keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,24 +159,6 @@ def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping
             )
 
 
-def write_state(folder: Path, model: Any, optimizer: AdamW) -> None:
-    """Write the states of the optimizer and the generators."""
-    tensors = generator_states()
-    for name, parameter in model.named_parameters():
-        for moment, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{moment}/{name}"] = value.contiguous()
-    (folder / OPTIMIZER).parent.mkdir()
-    save_file(tensors, folder / OPTIMIZER)
-
-
-def generator_states() -> dict[str, Tensor]:
-    """Return the states of PyTorch's generators by the names that they have in a checkpoint."""
-    tensors = {"cpu_generator/0": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda_generator/{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    return tensors
-
-
 def write_manifest(folder: Path, manifest: CheckpointManifest, sums: Mapping[str, str] | None = None) -> None:
     """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` has the
     checksums that are already known, by path within the folder."""
@@ -205,78 +178,12 @@ def optimizer_files(folder: Path) -> Sequence[Path]:
     return of_ranks or [folder / OPTIMIZER]
 
 
-def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
-    """Load the stored moments into ``optimizer`` and set PyTorch's generators.
-
-    Raises ``ModelError`` naming the first tensor that does not fit the model.
-    """
-    tensors: dict[str, Tensor] = {}
-    for path in optimizer_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
-    generators = {n: tensors.pop(n) for n in list(tensors) if is_generator(n)}
-    if tensors:
-        parameters = with_moments(tensors, {name: p for name, p in model.named_parameters() if p.requires_grad})
-        in_8_bits = optimizer.in_8_bits if isinstance(optimizer, AdamW8bit) else set()
-        check_moments(path, {name: tuple(t.shape) for name, t in tensors.items()}, parameters, in_8_bits)
-        for name, parameter in parameters.items():
-            moments = (*MOMENTS, *SCALES) if parameter in in_8_bits else MOMENTS
-            optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(parameter.device) for m in moments}
-    for name, state in generators.items():
-        device, index = name.split("_generator/")
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif int(index) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(index))
-
-
-def is_generator(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is the state of a generator."""
-    return name.split("/")[0].endswith("_generator")
-
-
 def _is_whole(folder: Path) -> bool:
     try:
         verify_files(folder, read_manifest(folder))
     except (ModelError, OSError):
         return False
     return True
-
-
-def with_moments(moments: Collection[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of which a checkpoint has any moments. One without a gradient has none, such as a bias that
-    only chooses experts."""
-    return {name: p for name, p in parameters.items() if any(f"{moment}/{name}" in moments for moment in MOMENTS)}
-
-
-def check_moments(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    parameters: Mapping[str, Tensor],
-    in_8_bits: Collection[Tensor] = (),
-) -> None:
-    """Raise ``ModelError`` unless the moments in a checkpoint, which have these shapes, belong to the model's
-    parameters."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, parameter in parameters.items():
-        expected |= {f"{m}/{name}": () if m == "step" else tuple(parameter.shape) for m in MOMENTS}
-        if parameter in in_8_bits:
-            expected |= {f"{scale}/{name}": scales_shape(parameter) for scale in SCALES}
-    for name in sorted(expected.keys() | shapes.keys()):
-        if name not in shapes:
-            found = f"it lacks {name}"
-        elif name not in expected:
-            found = f"it has {name}, which the model does not have"
-        elif shapes[name] != expected[name]:
-            found = f"{name} has the shape {shapes[name]}, but the model needs {expected[name]}"
-        else:
-            continue
-        raise ModelError(
-            f"{path} does not match the model: {found}; resume with the model and the [trainer] settings that wrote it"
-        )
 
 
 def sum_of_file(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rollover.errors import ConfigError
 from rollover.hf.architecture import matrix_shapes, num_kv_heads
 from rollover.hf.config import num_experts
-from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig, is_sharded
+from rollover.trainer.config import LoraConfig, StepConfig, TrainerConfig
 
 SHARDED = (
     *("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
@@ -20,7 +20,7 @@ ADAPTED = tuple(model_type for model_type in SHARDED if model_type != "deepseek_
 """Types of models beside whose matrices adapters are trained: their matrices have the usual names."""
 
 
-def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> None:
+def check_suits(config: StepConfig, model: Mapping[str, Any]) -> None:
     """Check that a model can be trained as ``config`` says.
 
     Args:
@@ -32,7 +32,7 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
 
     Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
-    if is_sharded(config) and model["model_type"] not in SHARDED:
+    if config.is_sharded and model["model_type"] not in SHARDED:
         key = "offload is true" if config.offload else f"num_devices is {config.num_devices}"
         raise ConfigError(
             f"{config.section}.{key}, and a model of type {model['model_type']!r} trains on one device, with its"
@@ -60,7 +60,7 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
         _check_rank(config.lora, shapes)
 
 
-def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(config: StepConfig, num_heads: int, num_kv_heads: int) -> None:
     """Raise ``ConfigError`` when the heads cannot be divided equally among the devices that share a row."""
     size, both = config.context_parallel, math.gcd(num_heads, num_kv_heads)
     if both % size:

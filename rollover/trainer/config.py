@@ -66,6 +66,14 @@ class StepConfig:
     device: Inexact[str] = "auto"
     """``auto`` takes the first GPU if there is one, otherwise the CPU. Any PyTorch device with float64 works, such as
     ``cuda:1``; ``mps`` has none."""
+    num_devices: Inexact[int] = 1
+    """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with its own process: the
+    first `num_devices` GPUs of this machine, or that many processes on the CPU; with `[cluster]`, devices of its nodes.
+    1 trains inside the run's own process, or with `[cluster]` in one process on a node."""
+    context_parallel: Inexact[int] = 1
+    """Devices that share each pass along the sequence, for contexts that do not fit on one: activations of
+    ``micro_batch_tokens`` are split over them, and all-to-all exchanges surround attention (Ulysses, arXiv 2309.14509).
+    Must divide ``num_devices`` and the model's numbers of attention heads and key-value heads."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
@@ -80,26 +88,22 @@ class StepConfig:
         for key, choices in (("schedule", Schedule), ("optimizer", Optimizer), ("dtype", DType)):
             if (value := getattr(self, key)) not in get_args(choices):
                 raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
+        each, num = self.context_parallel, self.num_devices
+        _require(num >= 1, "num_devices", num, "at least 1")
+        _require(each >= 1, "context_parallel", each, "at least 1")
+        _require(num % each == 0, "context_parallel", each, f"a divisor of num_devices ({num})")
+        if self.optimizer == "adamw_8bit" and self.is_sharded:  # several devices would cut the blocks differently
+            setting = "offload = true" if self.offload else f"num_devices = {num}"
+            raise ValueError(
+                f"optimizer = 'adamw_8bit' trains on one device, with the weights there, and {setting}: remove one of"
+                " them"
+            )
 
-
-def is_sharded(config: TrainerConfig | SFTConfig) -> bool:
-    """Return whether FSDP2 holds the weights: there are several devices, or their memory is not where they train."""
-    return config.num_devices > 1 or config.offload
-
-
-def _check_optimizer(config: TrainerConfig | SFTConfig) -> None:
-    """Refuse blocks of 8-bit moments that several devices would cut differently."""
-    if config.optimizer == "adamw_8bit" and is_sharded(config):
-        setting = "offload = true" if config.offload else f"num_devices = {config.num_devices}"
-        raise ValueError(
-            f"optimizer = 'adamw_8bit' trains on one device, with the weights there, and {setting}: remove one of them"
-        )
-
-
-def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
-    each, num = config.context_parallel, config.num_devices
-    _require(each >= 1, "context_parallel", each, "at least 1")
-    _require(num % each == 0, "context_parallel", each, f"a divisor of num_devices ({num})")
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether FSDP2 holds the weights: there are several devices, or their memory is not where they
+        train."""
+        return self.num_devices > 1 or self.offload
 
 
 Publish = Literal["merged", "adapter"]
@@ -154,14 +158,6 @@ class TrainerConfig(StepConfig):
     replay_routes: bool = False
     """For mixtures of experts: train each token with the experts that the engine chose when it sampled the token
     (arXiv 2510.11370); their scores are computed as ever. Engines have to return them."""
-    num_devices: Inexact[int] = 1
-    """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with its own process: the
-    first `num_devices` GPUs of this machine, or that many processes on the CPU; with `[cluster]`, devices of its nodes.
-    1 trains inside the run's own process, or with `[cluster]` in one process on a node."""
-    context_parallel: Inexact[int] = 1
-    """Devices that share each pass along the sequence, for contexts that do not fit on one: activations of
-    ``micro_batch_tokens`` are split over them, and all-to-all exchanges surround attention (Ulysses, arXiv 2309.14509).
-    Must divide ``num_devices`` and the model's numbers of attention heads and key-value heads."""
     max_restarts: Changeable[int] = 3
     """With several devices: number of times in a row that their processes are restarted from the last checkpoint after
     one of them is lost, before the run gives up. Every new step resets the count. A warm-up begins again instead, the
@@ -173,13 +169,15 @@ class TrainerConfig(StepConfig):
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
-        _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
-        _check_context_parallel(self)
-        _check_optimizer(self)
         if self.offload and self.lora is not None:
             raise ValueError("offload = true is for full training, and [trainer.lora] is set: remove one of them")
         _require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "at least 0")
         _require(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "above 0")
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Return whether engines get the adapters alone, in place of full weights."""
+        return self.lora is not None and self.lora.publish == "adapter"
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide what is learned; a checkpoint can be resumed only under the same ones."""
@@ -208,17 +206,9 @@ class SFTConfig(StepConfig):
     """Optimizer steps. A count rather than a duration, so that a run can be repeated."""
     batch_size: int = 64
     """Examples per optimizer step."""
-    num_devices: Inexact[int] = 1
-    """Devices over which the warm-up is sharded, as `trainer.num_devices` does for the steps that follow; with
-    `[cluster]`, devices of its nodes."""
-    context_parallel: Inexact[int] = 1
-    """Devices that share each pass along the sequence, as in `trainer.context_parallel`."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
-        _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
-        _check_context_parallel(self)
-        _check_optimizer(self)
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
 

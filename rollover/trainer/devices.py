@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from rollover.errors import ConfigError
-from rollover.trainer.config import SFTConfig, TrainerConfig
+from rollover.trainer.config import StepConfig
 
 
-def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
+def rank_devices(config: StepConfig) -> tuple[str, ...]:
     """Return the device of each rank by PyTorch's name.
 
     Raises ``ConfigError`` when there are too few, or ranks cannot communicate.

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.batch import Batch, TrainedStep, WasteCause
+from rollover.batch import Batch, TrainedStep
 from rollover.errors import ResourceError, RolloverError
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
@@ -165,8 +165,8 @@ class FleetTrainer:
 
     def skip(self, batch: Batch) -> TrainedStep:
         """Implement ``Trainer.skip``."""
-        self._train("skip", batch)
-        return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
+        trained: TrainedStep = self._train("skip", batch)[0]
+        return trained
 
     def weight_source(self) -> WeightSource:
         """Implement ``Trainer.weight_source``. Each rank writes the tensors that it owns, since none has all of them.
@@ -178,13 +178,13 @@ class FleetTrainer:
 
         with self._turn:
             folder = self._surely(write)
-        if self._config.lora is not None and self._config.lora.publish == "adapter":
+        if self._config.publishes_adapters:
             return AdapterSource.read(self._version, folder)
         return _StagedWeights(self._version, folder)
 
     def weights_to_send(self) -> HeldWeights | None:
         """Implement ``Trainer.weights_to_send``: the ranks send, and none has all weights."""
-        if self._config.lora is not None and self._config.lora.publish == "adapter":
+        if self._config.publishes_adapters:
             return None
         with self._turn:
             self._surely(lambda ranks: None)

@@ -40,17 +40,21 @@ from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memo
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs, vocab_size
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split
 from rollover.trainer.models import pick_device
+from rollover.trainer.moments import read_moments, write_moments
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
 from rollover.trainer.policy import open_policy
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
+from rollover.weights.adapters import AdapterSource, MergedWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import HeldWeights, Lease, own_weights
+from rollover.weights.sources import MemoryWeights
 
 _OF_THE_START = re.compile(r"kl/(rollout_)?proximal|(clip|cap)/at_start|is_weight/m|ess/|lag_\w+/(is_weight|ess)")
 """Metrics that compare with the weights at the start of the step. Without a forward of their own, later mini-batches
 do not know them."""
+_OF_THE_START_AND_RATIO = re.compile(rf"{_OF_THE_START.pattern}|ratio/")
 
 
 class LocalTrainer:
@@ -107,7 +111,7 @@ class LocalTrainer:
             self._autocast = self._policy.autocast
             self._optimizer = build_optimizer(self._model, config)
             if resume_from is not None:
-                self._policy.read_state(resume_from, self._optimizer)
+                read_moments(world, resume_from, self._model, self._optimizer)
 
     @property
     def version(self) -> int:
@@ -126,11 +130,16 @@ class LocalTrainer:
 
     def weight_source(self) -> WeightSource:
         """Implement ``Trainer.weight_source``: trained tensors are passed on themselves, not as copies."""
-        return self._policy.source(self._version)
+        assert self._world.mesh is None, "no rank has all weights to publish: each writes its share"
+        weights = self.weights()
+        if self._config.publishes_adapters:
+            assert isinstance(weights, MergedWeights), "adapters are trained"
+            return AdapterSource(self._version, weights.adapters)
+        return MemoryWeights(self._version, weights)
 
     def weights_to_send(self) -> HeldWeights | None:
         """Implement ``Trainer.weights_to_send``."""
-        if self._config.lora is not None and self._config.lora.publish == "adapter":
+        if self._config.publishes_adapters:
             return None
         source, weights, device = self.weight_source(), self.weights(), str(self._device)
         return own_weights(source, weights, self._lease, current=lambda: self._version, device=device)
@@ -180,7 +189,8 @@ class LocalTrainer:
             metrics = reduce(LossMetrics.merge, parts)
             measured = metrics.finalize()
             if len(minis) > 1 and not self._algorithm.needs_proximal:
-                measured = {name: value for name, value in measured.items() if not _OF_THE_START.match(name)}
+                of_start = _OF_THE_START_AND_RATIO if self._algorithm.old == "proximal" else _OF_THE_START
+                measured = {name: value for name, value in measured.items() if not of_start.match(name)}
             trajectories = [t for g in groups for t in g.trajectories]
             distance_T, entropy_T, mass_T = gathered_tokens(world, measured_3T).cpu().numpy()
             drift = measured_drift(trajectories, distance_T, step=batch.step)
@@ -224,7 +234,7 @@ class LocalTrainer:
         return logits
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint that ``load`` continues bit for bit; ``extra`` is JSON kept in its manifest.
+        """Write a checkpoint from which ``resume_from`` continues bit for bit; ``extra`` is JSON kept in its manifest.
 
         Raises ``ResourceError`` when the disk is full; an earlier folder in its place is then intact.
         """
@@ -242,7 +252,7 @@ class LocalTrainer:
         """Write this rank's share of a checkpoint: everything but the manifest, if it is alone."""
         self._policy.write(folder, companions=self._companions)
         self._world.tick()
-        self._policy.write_state(folder, self._optimizer)
+        write_moments(self._world, folder, self._model, self._optimizer)
 
     def write_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights that engines serve."""

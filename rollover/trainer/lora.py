@@ -16,14 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from rollover.errors import ConfigError, require
 from rollover.hf.companions import Companions, read_companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import public_name, resolve_model
 from rollover.hf.weights import number_format
-from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
+from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.hub_names import hub_weights, named_tensors
@@ -31,8 +30,6 @@ from rollover.trainer.models import open_model, save_weights
 from rollover.trainer.shares import write_weights
 from rollover.trainer.world import ALONE
 from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank, MergedWeights
-from rollover.weights.base import WeightSource
-from rollover.weights.sources import MemoryWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -58,7 +55,7 @@ class LoraPolicy:
         require("peft", purpose="[trainer.lora]")
         assert config.lora is not None
         self.autocast = config.dtype == "bfloat16"
-        self._publishes_adapters = config.lora.publish == "adapter"
+        self._publishes_adapters = config.publishes_adapters
         model = open_model(
             base, dtype=base_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
@@ -69,12 +66,6 @@ class LoraPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         return merged_weights(self.model)
-
-    def source(self, version: int) -> WeightSource:
-        weights = merged_weights(self.model)
-        if self._publishes_adapters:
-            return AdapterSource(version, weights.adapters)
-        return MemoryWeights(version, weights)
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
@@ -93,12 +84,6 @@ class LoraPolicy:
         write_companions(without_own_files(companions), folder)
         self._settings.save_pretrained(str(folder))
         save_file(named_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-
-    def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        write_state(folder, self.model, optimizer)
-
-    def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        read_state(folder, self.model, optimizer)
 
 
 def merge(checkpoint: Path, target: Path, *, base: str | Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
-from rollover.trainer.config import TrainerConfig, is_sharded
+from rollover.trainer.config import TrainerConfig
 from rollover.trainer.eight_bits import moment_bytes, quantised
 from rollover.trainer.experts import prepare_experts
 from rollover.trainer.logprobs import response_logprobs
@@ -117,7 +117,7 @@ def training_memory(
         num_parameters=whole.num_parameters,
         **(dict.fromkeys(kept, 0) if config.offload else kept),
         activations=whole.peak,
-        gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if is_sharded(config) else 0,
+        gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if config.is_sharded else 0,
         offloaded=sum(kept.values()) if config.offload else 0,
     )
 
@@ -226,7 +226,7 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
 
 def _gathers_halves(config: TrainerConfig) -> bool:
     """Return whether float32 weights are gathered in bfloat16 for the passes, which then need no autocast."""
-    return config.dtype == "bfloat16" and is_sharded(config) and config.lora is None
+    return config.dtype == "bfloat16" and config.is_sharded and config.lora is None
 
 
 def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:

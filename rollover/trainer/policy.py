@@ -1,4 +1,4 @@
-"""The policy that is trained: its model, the weights that it publishes, and its part of a checkpoint.
+"""The policy that is trained: its model, the weights that engines serve, and its part of a checkpoint.
 
 ``FullPolicy`` trains all weights of a model; ``lora.LoraPolicy`` trains adapters beside weights that stay as they are.
 """
@@ -12,19 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions
 from rollover.hf.config import check_same_architecture, read_model_config
-from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
+from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.config import StepConfig, TrainerConfig
 from rollover.trainer.models import named_weights, open_model, save_model
 from rollover.trainer.shares import write_weights
 from rollover.trainer.world import ALONE, World
 from rollover.weights.adapters import holds_adapters
-from rollover.weights.base import WeightSource
-from rollover.weights.sources import MemoryWeights
 
 
 class Policy(Protocol):
@@ -45,10 +42,6 @@ class Policy(Protocol):
         """Return the weights that engines serve, by Hugging Face name, without gradient; a tied matrix appears once."""
         ...
 
-    def source(self, version: int) -> WeightSource:
-        """Return the same weights, to be published as ``version``."""
-        ...
-
     def reference(self) -> AbstractContextManager[Any]:
         """Return a context with the frozen policy that training began with, as a model."""
         ...
@@ -59,13 +52,6 @@ class Policy(Protocol):
 
     def write_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights that engines serve: all of them if the model is not sharded."""
-        ...
-
-    def write_state(self, folder: Path, optimizer: AdamW) -> None: ...
-
-    def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Load the state in a checkpoint into ``optimizer``. Raises ``ModelError`` naming the first tensor that does
-        not fit the model."""
         ...
 
 
@@ -87,9 +73,6 @@ class FullPolicy:
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self.model)
 
-    def source(self, version: int) -> WeightSource:
-        return MemoryWeights(version, self.weights())
-
     def reference(self) -> AbstractContextManager[Any]:
         assert self._ref_model is not None, "the algorithm said that it needs one"
         return nullcontext(self._ref_model)
@@ -99,12 +82,6 @@ class FullPolicy:
 
     def write_weights(self, folder: Path) -> None:
         write_weights(ALONE, self.weights(), folder)
-
-    def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        write_state(folder, self.model, optimizer)
-
-    def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        read_state(folder, self.model, optimizer)
 
 
 def open_policy(

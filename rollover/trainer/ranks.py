@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollover.trainer.config import SFTConfig, TrainerConfig
+from rollover.trainer.config import StepConfig
 from rollover.trainer.devices import rank_devices
 from rollover.trainer.leading import LedRanks, RankLost, RankProcess
 from rollover.trainer.messages import Done, Failed, RankTask
@@ -53,7 +53,7 @@ class LocalLauncher:
 
     is_remote = False
 
-    def __init__(self, config: TrainerConfig | SFTConfig, *, timeout_s: float, logs: Path | None = None) -> None:
+    def __init__(self, config: StepConfig, *, timeout_s: float, logs: Path | None = None) -> None:
         self.devices = rank_devices(config)
         self.num_threads = max(1, torch.get_num_threads() // len(self.devices))
         self._timeout_s = timeout_s

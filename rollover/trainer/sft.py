@@ -20,7 +20,7 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.balancing import attention_share
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import SFTConfig, is_sharded
+from rollover.trainer.config import SFTConfig
 from rollover.trainer.context import open_context
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.leading import ForRanks, RankLauncher, RankLost, collective_timeout_s
@@ -117,7 +117,7 @@ class SFTTrainer:
         self._policy.write(folder, companions=self._companions)
 
     def close(self) -> None:
-        """Release the model."""
+        """There is nothing to end."""
 
 
 def run_sft(
@@ -151,7 +151,7 @@ def run_sft(
     """
     folder = resolve_model(model)
     setup = SFTSetup(config=config, deterministic=deterministic, companions=companions or {})
-    if launcher is None and is_sharded(config):
+    if launcher is None and config.is_sharded:
         from rollover.trainer.ranks import LocalLauncher
 
         launcher = LocalLauncher(config, timeout_s=timeout_s, logs=logs)

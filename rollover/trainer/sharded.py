@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
@@ -41,10 +40,8 @@ from rollover.trainer.experts import prepare_experts, routers
 from rollover.trainer.hub_names import hub_parts, hub_weights, named_tensors
 from rollover.trainer.logprobs import OneForward
 from rollover.trainer.models import recompute_layers
-from rollover.trainer.moments import read_moments, write_moments
 from rollover.trainer.shares import fill_joined, fill_rows, take_rows, write_weights
 from rollover.trainer.world import World
-from rollover.weights.base import WeightSource
 
 
 class ShardedPolicy:
@@ -68,9 +65,6 @@ class ShardedPolicy:
         """Return the weights by their names on the hub, sharded if they have the same name in the model."""
         return hub_weights(self.model.hf, sharded_tensors(self.model))
 
-    def source(self, version: int) -> WeightSource:
-        raise AssertionError("no rank has all weights to publish: each writes its share")
-
     def reference(self) -> AbstractContextManager[Any]:
         assert self._ref_model is not None, "the algorithm said that it needs one"
         return nullcontext(self._ref_model)
@@ -83,12 +77,6 @@ class ShardedPolicy:
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
         self.write_weights(folder)
-
-    def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        write_moments(self._world, folder, self.model.hf, optimizer)
-
-    def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        read_moments(self._world, folder, self.model.hf, optimizer)
 
     def write_weights(self, folder: Path) -> None:
         write_weights(self._world, self.weights(), folder)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from rollover.errors import require
 from rollover.hf.companions import Companions, without_own_files, write_companions
@@ -30,12 +29,11 @@ from rollover.trainer.lora import (
     read_adapters,
     with_adapters,
 )
-from rollover.trainer.moments import read_moments, trained_parameters, write_moments
+from rollover.trainer.moments import trained_parameters
 from rollover.trainer.sharded import open_sharded
 from rollover.trainer.shares import own_tensors, write_weights
 from rollover.trainer.world import World
 from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank
-from rollover.weights.base import WeightSource
 
 
 class ShardedLoraPolicy:
@@ -54,7 +52,7 @@ class ShardedLoraPolicy:
         lora = config.lora
         assert lora is not None
         self.autocast = config.dtype == "bfloat16"
-        self._publishes_adapters = lora.publish == "adapter"
+        self._publishes_adapters = config.publishes_adapters
         self._world = world
 
         def adapt(hf: Any) -> Mapping[str, Tensor]:
@@ -70,9 +68,6 @@ class ShardedLoraPolicy:
     def weights(self) -> Mapping[str, Tensor]:
         """Return the merged weights, sharded as the base is."""
         return merged_weights(self.model.hf)
-
-    def source(self, version: int) -> WeightSource:
-        raise AssertionError("no rank has all weights to publish: each writes its share")
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
@@ -102,12 +97,6 @@ class ShardedLoraPolicy:
         whole = own_tensors(self._world, tensors, dict.fromkeys(tensors, 0))
         if self._world.rank == 0:
             source.write(folder, whole)
-
-    def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        write_moments(self._world, folder, self.model.hf, optimizer)
-
-    def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        read_moments(self._world, folder, self.model.hf, optimizer)
 
 
 def _adapt(hf: Any, lora: LoraConfig, put: Any) -> dict[str, Tensor]:

@@ -96,7 +96,14 @@ def test_weights_that_have_moved_are_not_compared(folder: Path) -> None:
         "lag_0/is_weight",
         "lag_0/ess",
     )
-    assert known == {*weights, "kl/proximal", "kl/rollout_proximal_k1", "kl/rollout_proximal_k3"}
+    assert known == {
+        *weights,
+        "ratio/mean",
+        "ratio/max",
+        "kl/proximal",
+        "kl/rollout_proximal_k1",
+        "kl/rollout_proximal_k3",
+    }
     assert "kl/proximal" in make_trainer(folder, mini_batches=2).step(batch).metrics
 
 

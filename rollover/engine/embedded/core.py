@@ -75,12 +75,11 @@ class EngineCore:
         folder: Path,
         config: EmbeddedConfig,
         *,
-        policy_version: int = 0,
         make_model_runner: MakeModelRunner | None = None,
         isolate_prompts: bool = False,
     ) -> None:
         arch = Architecture.from_folder(folder)
-        weights = FolderWeights(policy_version, folder)
+        weights = FolderWeights(0, folder)
         arch = replace(arch, tied_embeddings=are_tied(weights, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = device_of(config.device), sizing.dtype_of(config)
@@ -98,7 +97,6 @@ class EngineCore:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             isolate_prompts=isolate_prompts,
         )
-        self.scheduler.policy_version = policy_version
         self._open: dict[str, Sequence] = {}
         self._used_ids = UsedIds(self._open)
         self._arrivals = count()

@@ -58,13 +58,11 @@ class EmbeddedEngine:
         self._loop = make(core, self._deliver, self._fail)
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0, lockstep: bool = False
-    ) -> EmbeddedEngine:
+    def from_folder(cls, folder: Path, config: EmbeddedConfig, *, lockstep: bool = False) -> EmbeddedEngine:
         """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
         ``EngineCore`` does, and ``ResourceError`` when it does not fit into memory."""
         with _fitting(config):
-            core = EngineCore(folder, config, policy_version=policy_version, isolate_prompts=lockstep)
+            core = EngineCore(folder, config, isolate_prompts=lockstep)
         return cls(core, config, lockstep=lockstep)
 
     def __repr__(self) -> str:

@@ -31,9 +31,10 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_configuration.py from the source: edit the docstrings there. -->
 
 One TOML file describes one run. Keys that are not listed here are refused, and so are values of the wrong type;
-every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file
-with all defaults filled in, and that output is itself a valid config, except for the values of secrets. Numbers are
-finite unless stated otherwise.
+every mistake is reported with its file and line. A file that begins with `extends = "quickstart"` contains only the
+differences from that packaged experiment, or from another file (its path is relative to this file).
+`rollover train --dry-run CONFIG` prints the complete file with all defaults filled in, and that output is itself a
+valid config, except for the values of secrets. Numbers are finite unless stated otherwise.
 
 Secrets are hidden in everything that is printed, drawn or sent away: the values of `launch_env`, the values of keys and
 flags with names like token, key, password or cookie, and the logins and queries of URLs. `config.json` in the run

@@ -138,7 +138,9 @@ def lag_map() -> str:
         said += " ± is half of a 95 % interval."
     if seeds[0] > 1:
         said += f"\nIn {sum(certain)} of {len(certain)} cases the first leads by more than the interval of their ratio."
-    four = f"With four replicas, the fastest is one of the two in {sum(still)} of {len(still)} cases."
+    four = (
+        f"With four replicas, the fastest strategy is one of the two named here in {sum(still)} of {len(still)} cases."
+    )
     return "\n".join([*head, *rows, "", said, four, f"(`{MAP}`)"])
 
 
@@ -282,6 +284,13 @@ def quickstart() -> str:
     """Return what the quickstart prints."""
     found = record(QUICKSTART)
     return "\n".join(["```console", f"$ {found['command']}", *found["console"], "```", "", f"(`{QUICKSTART}`)"])
+
+
+def quickstart_lines() -> str:
+    """Return two lines that the quickstart prints: a step and an evaluation."""
+    found = record(QUICKSTART)["console"]
+    lines = [next(line for line in found if text in line) for text in ("] step ", "eval at step 15")]
+    return "\n".join(["```", *lines, "```"])
 
 
 def learning(path: str) -> str:
@@ -472,6 +481,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "kills": kills,
     "quickstart": quickstart,
+    "quickstart_lines": quickstart_lines,
     "learning": partial(learning, LEARNING),
     "tool": partial(learning, TOOL),
     "agent": partial(learning, AGENT),

@@ -16,7 +16,7 @@
 
 set -euo pipefail
 
-VENV=${VENV:-$HOME/rollover}       # an environment with rollover[train,ray], at this path on every node
+VENV=${VENV:-$HOME/rollover}       # an environment with rollover[all,ray], at this path on every node
 PORT=${PORT:-6379}                 # the port of Ray's head
 NODE_TYPE=${NODE_TYPE:-}           # a resource that each node offers, one unit per GPU, such as h100
 NODES_START_S=${NODES_START_S:-300} # longest wait for all nodes to join Ray

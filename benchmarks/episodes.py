@@ -115,6 +115,13 @@ def in_flight(
     return found
 
 
+def mean_context(turn: int) -> int:
+    """Return the tokens that a sample has in the cache, mean over the decoded ones: iterations are timed at these."""
+    lengths = [length for i in range(500) for length in Generator(SHORT, 0).group_lengths(i, 4)]
+    read = (1 + OBSERVED / turn) * sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
+    return round(SHORT.prompt_tokens + read)
+
+
 async def decoded(folder: Path, turn: int, shape: tuple[int, int], steps: int) -> dict[str, Any]:
     """One setting and tool after another, since tools would go on while others take a step."""
     weights, found = [load_file(folder / "model.safetensors")], dict[str, Any]()
@@ -157,13 +164,13 @@ def main() -> None:
         print(json.dumps(found, indent=1))
         return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, context = Path(name), mean_context(turn)
         make_model("3M", folder, "float32")
         load = Load(
             name="episodes", model=name, dtype="float32", prompts=[], num_new_tokens=[], max_running=32,
             max_context_tokens=1024,
         )  # fmt: skip
-        line = fit(iteration_times(load, [1, 4, 8, 16], context=100))
+        line = {**fit(iteration_times(load, [1, 4, 8, 16], context=context)), "context_tokens": context}
         small = ReplicaModel(c0_s=line["c0_s"], b0=line["B0"])
         found = {
             "decoded": asyncio.run(decoded(folder, turn, shape, options.steps)),

@@ -65,7 +65,7 @@ unset ROLLOVER_SWARM_TOKEN
 echo "README's first command"
 extras=$(grep -o "pip install '\.\[[a-z,]*\]'" "$root/README.md" | grep -o '\[.*\]')
 install core "$wheel$extras"
-"$work/core/bin/rollover" train quickstart --steps 5 --sft.steps 20 --eval.num_prompts 20 --run-dir short >said.txt 2>&1 \
+"$work/core/bin/rollover" train quickstart --steps 5 --sft.num_steps 20 --eval.num_prompts 20 --run-dir short >said.txt 2>&1 \
     || { cat said.txt >&2 && exit 1; }
 
 echo "inside TRL, by the script of its page"

@@ -142,6 +142,7 @@ class Evaluator:
         self._done_version = done_version
         self._beside_training = beside_training
         self._placement = placement
+        self._known_room = 0
         every = self._config.every_steps
         is_late = beside_training and every > 0 and version - version % every > (done_version or 0)
         self._late_version = version if is_late else None
@@ -200,8 +201,11 @@ class Evaluator:
         before = self._scorer.costs(in_evaluations=True)
 
         def present() -> int:
-            of_workers = self._placement.room() if self._placement else 0
-            return max(1, (of_workers or self._engine.capabilities.max_running) // (2 if beside else 1))
+            room = self._engine.capabilities.max_running
+            if self._placement is not None:  # 0 while workers are away or are being checked
+                self._known_room = self._placement.room() or self._known_room
+                room = self._known_room or (1 if beside else room)
+            return max(1, room // (2 if beside else 1))
 
         room = _Room(present)
         ids = [

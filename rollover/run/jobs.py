@@ -176,7 +176,10 @@ def _compare(config: RunConfig, run: RunDir) -> None:
     from rollover.report.comparison import compare_table
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy
+    from rollover.tasks.open import same_datasets
 
+    recorded = run.noted("datasets") if run.model.is_dir() else None  # variants share the warm-up
+    run.note(datasets=same_datasets(config.tasks, recorded))
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.model, progress, metrics)
     wanted = {run.path / name: variant(config, name, model=folder) for name in config.variants}

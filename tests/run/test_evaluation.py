@@ -349,6 +349,21 @@ async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_be
     assert [each[:14] for each in happened] == ["stopping after", "saved"]
 
 
+async def test_an_evaluation_keeps_to_the_room_of_workers_while_they_are_checked() -> None:
+    engine, open_calls = FakeEngine(lambda request: 50, auto=True, max_running=256), list[int]()
+
+    class Checked(Scorer):
+        async def score(self, trajectory: Any) -> Score:
+            open_calls.append(engine.stats().num_running)
+            placement.room = lambda: 0
+            return await super().score(trajectory)
+
+    placement = SimpleNamespace(room=lambda: 4)
+    beside = evaluator(engine, Checked(), beside_training=True, placement=placement)
+    assert len((await beside.run(beside=True)).lengths) == 10
+    assert max(open_calls) <= 2 and engine.num_ticks == 10 / 2 * 9
+
+
 async def test_an_evaluation_that_has_ended_is_on_record_before_the_last_one_begins() -> None:
     engine = FakeEngine(lambda request: 50, auto=True)
     settings, shown = replace(config("p", every_steps=1), steps=2), list[int]()

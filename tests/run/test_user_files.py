@@ -264,3 +264,19 @@ def test_a_model_from_scratch_needs_no_answers_unless_it_is_warmed_up(
     write("rows.jsonl", lambda i: {"messages": [{"role": "user", "content": f"What is {i}?"}]})
     for dry in (["--dry-run"], []):
         assert "list of messages, which needs a chat template" in refused(capsys, "train", *dry)
+
+
+def test_a_comparison_goes_on_with_the_rows_of_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("gsm8k.jsonl", gsm8k)
+    Path("run.toml").write_text(
+        config("gsm8k.jsonl", 'reward = { kind = "math_verify" }') + "\n[variants.a]\n[variants.b]\n"
+    )
+    assert cli.main(["train", "run.toml", *SIZES, "--sft.num_steps", "1"]) == 0
+    for name in "ab":  # as if killed after the warm-up
+        shutil.rmtree(f"out/{name}")
+    rows = Path("gsm8k.jsonl").read_text()
+    Path("gsm8k.jsonl").write_text(rows.replace("Ann", "Eve"))
+    assert cli.main(["train", "--resume", "out"]) == 2
+    assert "gsm8k.jsonl" in (told := capsys.readouterr().err) and "changed" in told
+    Path("gsm8k.jsonl").write_text(rows)
+    assert cli.main(["train", "--resume", "out"]) == 0

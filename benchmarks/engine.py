@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -67,20 +68,18 @@ def environment(threads: int) -> dict[str, str]:
 
 def run(command: Iterable[object], threads: int, limit_s: float) -> Result:
     """The JSON object on the last line that the program prints."""
-    try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            env=environment(threads),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {limit_s:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr or done.stdout).strip()[-2000:]}
-    result: Result = json.loads(done.stdout.strip().splitlines()[-1])
+    argv, pipe = [str(part) for part in command], subprocess.PIPE
+    with subprocess.Popen(
+        argv, env=environment(threads), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as program:
+        try:
+            out, err = program.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)  # its own processes would disturb the next
+            return {"error": f"not done after {limit_s:.0f} s"}
+    if program.returncode:
+        return {"error": (err or out).strip()[-2000:]}
+    result: Result = json.loads(out.strip().splitlines()[-1])
     return result
 
 

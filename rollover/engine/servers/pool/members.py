@@ -87,11 +87,11 @@ class Member:
         self.retry_s = 0.0
         self.is_expelled = False
         """Down for good."""
-        self.started = asyncio.Event()
-        """Cleared while it is being started again."""
-        self.started.set()
+        self.returned = asyncio.Event()
+        """Cleared while it is brought back: started again, given weights and checked."""
+        self.returned.set()
         self._was_awaited = False
-        """The trainer's turn has waited for its start since it was last up."""
+        """The trainer's turn has waited for its return since it was last up."""
         self.lost = asyncio.Event()
         """Set while it is down: its open calls end."""
         self.look = asyncio.Event()
@@ -126,12 +126,12 @@ class Member:
             self._num_failures = 0
         self.lost.clear()
 
-    async def until_started(self) -> None:
-        """Wait for a start that is under way, once until it is up again: a start that hangs would cost each turn."""
-        if not (self._was_awaited or self.started.is_set()):
+    async def until_returned(self) -> None:
+        """Wait for a return that is under way, once until it is up again: a start that hangs would cost each turn."""
+        if not (self._was_awaited or self.returned.is_set()):
             self._was_awaited = True
-            logger.warning("the trainer's turn waits once for the start of %s (engine.launch_timeout_s)", self.name)
-            await self.started.wait()
+            logger.warning("the trainer's turn waits once for the return of %s (engine.launch_timeout_s)", self.name)
+            await self.returned.wait()
 
     def suspect(self, reason: str) -> None:
         """Treat it as suspect, since a call has failed: it gets no more before the next probe, which is made now."""
@@ -233,10 +233,10 @@ class Members:
 
     async def until_one_is_up(self, unless: asyncio.Event) -> None:
         """Return when a member is up or ``unless`` is set. Raises ``EnginesAway`` after ``all_down_timeout_s``; while a
-        member is being started again, only once its first start would have failed too."""
+        member is brought back, only once its first start would have failed too."""
         began_s, limit_s, key = self.clock.now_s(), self._all_down_timeout_s, "all_down_timeout_s"
         while not (self.up or unless.is_set()):
-            if not all(member.started.is_set() for member in self.all) and self._start_timeout_s > limit_s:
+            if not all(member.returned.is_set() for member in self.all) and self._start_timeout_s > limit_s:
                 limit_s, key = self._start_timeout_s, "launch_timeout_s"
             left_s = began_s + limit_s - self.clock.now_s()
             if left_s <= 0:

@@ -181,10 +181,10 @@ class EnginePool:
 
     async def sleep(self) -> None:
         """See ``PoolUpdates.sleep``. Until the next ``pause`` no member is probed, revived or given weights. A member
-        that is being started again is waited for once: a start may take longer than the time between two sleeps."""
+        that is brought back is waited for once: that may take longer than the time between two sleeps."""
         self._refuse_when_closed()
         for member in self._members.all:
-            await member.until_started()
+            await member.until_returned()
         await self._watch.stop()
         await self._updates.sleep()
 

@@ -181,6 +181,7 @@ class PoolUpdates:
         """Wait for the next update. Returns its version; raises the error with which it failed for this member."""
         answer = self._late[member] = asyncio.get_running_loop().create_future()
         self._is_awaited.set()
+        member.returned.set()  # the next update comes after the trainer's turn
         try:
             if (error := await answer) is not None:
                 raise error

@@ -85,12 +85,9 @@ class Watch:
 
     async def _bring_back(self, member: Member) -> None:
         """Take a member in again once it answers and has the weights of the pool, or leave it out for longer."""
+        member.returned.clear()
         try:
-            member.started.clear()
-            try:
-                await member.engine.revive()
-            finally:
-                member.started.set()
+            await member.engine.revive()
             version = await self._updates.catch_up(member)
             await member.engine.probe(decode=True)
             if self.logprob_check is not None:
@@ -105,6 +102,8 @@ class Watch:
                 self._mismatched.add(member)
                 logger.warning("%s stays out: %s", member.name, e)
             return
+        finally:
+            member.returned.set()
         if member.is_expelled:
             return
         self._mismatched.discard(member)

@@ -87,20 +87,22 @@ async def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
         assert two.requests and one.requests
 
 
-async def test_a_member_whose_start_takes_longer_than_the_pool_is_awake_comes_back() -> None:
+@pytest.mark.parametrize("slow", ["revival_s", "probe_s"])
+async def test_a_member_whose_return_takes_longer_than_the_pool_is_awake_comes_back(slow: str) -> None:
     class Starting(Flaky):
         async def revive(self) -> None:
             await super().revive()
             self.failing, self.revival_s = None, 0.0
 
     two = Starting("two")
-    two.failing, two.revival_s = "dead", 60.0
+    two.failing = "dead"
+    setattr(two, slow, 60.0)
     async with pool_of(Flaky("one"), two, rejoin_max_interval_s=1.0) as pool:
         for version in range(1, 4):
             await asyncio.sleep(20.0)
             await pool.sleep()
             await update(pool, FakeWeights(version))
-        assert pool.capabilities.max_running == 128 and (two.num_revivals, two.version) == (2, 3)
+        assert pool.capabilities.max_running == 128 and (two.num_revivals, two.version) == (1, 3)
 
 
 async def test_the_turn_of_the_trainer_waits_once_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +127,7 @@ async def test_the_turn_of_the_trainer_waits_once_for_a_start_that_hangs(caplog:
             await update(pool, FakeWeights(version))
     assert [wait_s > 700.0 for wait_s in waits_s] == [True, False, False, False, True, False]
     assert sum(waits_s[1:4] + waits_s[5:]) == 0.0
-    assert caplog.text.count("waits once for the start of two (engine.launch_timeout_s)") == 2
+    assert caplog.text.count("waits once for the return of two (engine.launch_timeout_s)") == 2
 
 
 async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:

@@ -6,6 +6,7 @@ are excluded.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,8 @@ class _AskedStep:
     evaluate_s: float = 0.0
     num_tokens: int = 0
     """Number of tokens of its batch."""
+    is_own: bool = True
+    """This process has decoded its batch, all of it."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -84,6 +87,7 @@ class AskedSteps:
         self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
         """Tokens without a gradient in the batches that were handed out and are not known to be trained."""
+        self._resumed_s = feed.now_s()
         self._telling = threading.Lock()
         """A host may save a checkpoint, and so report trained batches, while another of its threads rolls out."""
 
@@ -107,6 +111,9 @@ class AskedSteps:
         assert underway is not None and underway.published_s is not None, "a step has begun"
         underway.handed_out_s = now_s = time.perf_counter()
         underway.num_tokens = batch.num_tokens
+        underway.is_own = all(s.end_s >= self._resumed_s for t in batch.trajectories for s in t.segments)
+        if underway.step not in self._feed.replayed:
+            self._resumed_s = -math.inf
         of_batch = batch_metrics(batch)
         if not self._knows_rewards:
             of_batch = {name: value for name, value in of_batch.items() if not name.startswith("reward/")}
@@ -175,6 +182,8 @@ class AskedSteps:
         told = {**metrics, **speeds, "time/train_s": train_s}
         if underway.step in self._feed.replayed and WasteCause.SKIPPED not in underway.untrained:
             told = {name: value for name, value in told.items() if not name.startswith(SPEED)}  # nothing was decoded
+        elif not underway.is_own:
+            del told[throughput.TRAINED.name]  # no step has the seconds of what an earlier process decoded
         self._run.step_ended(underway.step, self._feed.now_s(), told)
 
     def _decoded(self) -> float:

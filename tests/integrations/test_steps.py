@@ -29,7 +29,7 @@ class Feed:
 
     def __init__(self) -> None:
         self.decoded = 0.0
-        self.is_decoding = False
+        self.is_decoding, self.seconds = False, 0.0
         self.replayed = frozenset[int]()
         self.done: list[tuple[int, dict[WasteCause, int]]] = []
 
@@ -42,7 +42,7 @@ class Feed:
         self.done.append((step, untrained))
 
     def now_s(self) -> float:
-        return 7.0
+        return self.seconds
 
 
 class Run:
@@ -120,6 +120,17 @@ def test_a_batch_that_is_handed_out_again_has_no_speed(clock: Clock) -> None:
     steps.close()
     (_, again), (_, first) = run.rows
     assert {name for name in first if name not in again} == {name for name in first if name.startswith(SPEED)} > set()
+
+
+def test_a_batch_that_an_earlier_process_decoded_in_part_has_no_training_speed(clock: Clock) -> None:
+    feed, run = Feed(), Run()
+    feed.seconds, feed.replayed = 7.0, frozenset({4})
+    steps = AskedSteps(feed, run)  # type: ignore[arg-type]
+    for step in (4, 5, 6):
+        a_step(steps, feed, clock, step)
+    steps.close()
+    speeds = [("perf/trained_tokens_per_s" in row, "rollout/tokens_per_s" in row) for _, row in run.rows]
+    assert speeds == [(False, False), (False, True), (True, True)]
 
 
 def test_only_steps_that_were_handed_out_have_a_line(clock: Clock) -> None:

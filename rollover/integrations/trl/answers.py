@@ -97,9 +97,10 @@ def _untrained(
     left_BT = _padded(answers.env_mask, like=mask_BT)
     ratio = output.get("importance_sampling_ratio", torch.ones_like(mask_BT)).cpu()
     rejected = WasteCause.REJECTED_SAMPLE if ratio.shape[1] == 1 else WasteCause.REJECTED_WEIGHT
-    causes = [(WasteCause.MASKED_TRUNCATED, ~mask_BT), (rejected, (ratio == 0).expand_as(mask_BT))]
+    causes = [(WasteCause.MASKED_TRUNCATED, ~mask_BT)]
     if advantages_alone:
         zero_B1 = (output["advantages"].cpu() == 0).unsqueeze(1)
+        causes.append((rejected, (ratio == 0).expand_as(mask_BT)))
         causes.append((WasteCause.ZERO_ADVANTAGE, zero_B1.expand_as(mask_BT)))
     found = {}
     for cause, without_BT in causes:

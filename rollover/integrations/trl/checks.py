@@ -152,6 +152,16 @@ def settings_in_the_way(args: Any, *, num_processes: int, is_sharded: bool) -> I
         )
     else:
         yield from out_of_step(args, args.max_steps, args.save_steps)
+    if args.neftune_noise_alpha is not None:
+        yield (
+            "GRPOConfig.neftune_noise_alpha adds noise where TRL computes log-probs, so they would never equal the"
+            " log-probs of sampling: leave it out"
+        )
+    if args.enable_jit_checkpoint and steps_per_batch(args) > 1:
+        yield (
+            "GRPOConfig.enable_jit_checkpoint may save in the middle of a batch, which could not be resumed: leave it"
+            " out, or set steps_per_generation to gradient_accumulation_steps"
+        )
     if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
         yield (
             f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but the loss 'vespo'"
@@ -175,6 +185,8 @@ def out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
     if args.save_strategy == "steps" and save_steps >= 1 and int(save_steps) % each:
         asked = f", from {args.save_steps:g}" if args.save_steps < 1 else ""
         wrong.append(f"save_steps ({save_steps:g}{asked})")
+    if args.save_strategy == "best" and args.eval_steps and args.eval_steps >= 1 and int(args.eval_steps) % each:
+        wrong.append(f"eval_steps ({args.eval_steps:g}, with save_strategy 'best')")
     if max_steps > 0 and max_steps % each:
         asked = f", from num_train_epochs {args.num_train_epochs:g}" if args.max_steps <= 0 else ""
         wrong.append(f"max_steps ({max_steps}{asked})")

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 
 from rollover.batch import Batch
 from rollover.engine.base import Capabilities
-from rollover.errors import ConfigError, RunError
+from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.integrations.hosted import Asked, HostedConfig, hosted_config
 from rollover.integrations.record import HostedRun
 from rollover.integrations.trl.answers import Answers, Measured, measure
@@ -47,7 +47,7 @@ from rollover.integrations.trl.checks import (
 from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerprint
 from rollover.integrations.trl.rollouts import HostedRollouts
 from rollover.integrations.trl.weights import dropouts, model_folder, number_format
-from rollover.report.record import read_config
+from rollover.report.record import JOURNAL, read_config
 from rollover.rollout.events import Event
 from rollover.run.directory import RunDir
 
@@ -98,6 +98,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         num_processes = self.accelerator.num_processes
         refuse(settings_in_the_way(self.args, num_processes=num_processes, is_sharded=is_sharded))
         check_dropout(dropouts(self.model))
+        if any(getattr(self.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+            raise ConfigError("the model's weights are quantised, so engines cannot load them: load it unquantised")
         if self._is_vlm:
             raise ConfigError("the model reads images, which no engine of Rollover supports: use a text model")
         self.rollover_config: HostedConfig = hosted_config(
@@ -132,12 +134,17 @@ class GRPOTrainer(trl.GRPOTrainer):
                     " saved, so the run resumes from its beginning: create model and trainer anew, or start the script"
                     " again"
                 )
+        if not (resumes or (place / JOURNAL).exists()) and (older := whole_checkpoints(Path(self.args.output_dir))):
+            raise RunError(
+                f"{older[-1][1]} is a checkpoint of another run, from which this one would be resumed: move it away, or"
+                " choose another output_dir"
+            )
         self._run = HostedRun(
             place,
             self.rollover_config,
             host=f"trl {trl_version()}",
             resume=resumes,
-            facts={"dataset": fingerprint(self.train_dataset)},
+            facts={"dataset": fingerprint(self.train_dataset), "steps_per_batch": steps_per_batch(self.args)},
             remedy="resume it with trainer.train(resume_from_checkpoint=True)",
         )
         with self._run:
@@ -147,11 +154,17 @@ class GRPOTrainer(trl.GRPOTrainer):
                     result = super().train(resume_from_checkpoint, *args, **kwargs)
                 if self._rollouts is not None:
                     self._rollouts.finish_step()
-                return result
-            finally:
-                rollouts, self._rollouts = self._rollouts, None
-                if rollouts is not None:
-                    rollouts.close()
+            except BaseException:
+                with suppress(RolloverError):  # what ended the run says more
+                    self._close_rollouts()
+                raise
+            self._close_rollouts()
+            return result
+
+    def _close_rollouts(self) -> None:
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is not None:
+            rollouts.close()
 
     @contextmanager
     def _behaviour_weighed(self, wanted: bool) -> Iterator[None]:
@@ -290,7 +303,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.train_dataset,
             encoder(tokenizer, {"chat_template": self.chat_template, **self.chat_template_kwargs}),
             seed=self.rollover_config.seed,
-            shuffle=self.shuffle_dataset is not False,
+            shuffle=bool(self.shuffle_dataset),
             max_prompt_tokens=capabilities.max_context_tokens - self.max_completion_length,
         )
         return self._source
@@ -313,12 +326,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         super()._save_checkpoint(*args, **kwargs)
 
     def _saved(self) -> None:
-        """Record in the journal how far back a restart may go: to the oldest checkpoint that is kept. If TRL keeps them
-        all, only the two newest count."""
+        """Record in the journal how far back a restart may go: to the oldest checkpoint that is kept, other than the
+        best one. If TRL keeps them all, only the two newest count."""
         if self._rollouts is None:
             return
-        kept = [step for step, _ in whole_checkpoints(Path(self.args.output_dir)) if step <= self.state.global_step]
-        kept = kept if self.args.save_total_limit is not None else kept[-2:]
+        found = [(s, p) for s, p in whole_checkpoints(Path(self.args.output_dir)) if s <= self.state.global_step]
+        best = Path(self.state.best_model_checkpoint or "").name
+        kept = [step for step, path in found if path.name != best or step == found[-1][0]]
+        kept = kept if self.args.save_total_limit else kept[-2:]
         self._rollouts.saved(min(kept, default=0) // steps_per_batch(self.args))
 
 

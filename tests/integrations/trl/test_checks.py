@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from rollover.errors import ConfigError, DataError
-from rollover.integrations.trl.checks import check_version, refuse, settings_in_the_way
+from rollover.integrations.trl.checks import check_version, out_of_step, refuse, settings_in_the_way
 from rollover.integrations.trl.prompts import DatasetPrompts, EncodedPrompt, fingerprint
 from rollover.integrations.trl.weights import dropouts
 from tests.integrations.trl.kit import arguments, letters, trainer
@@ -53,6 +53,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
             {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3},
             r"make save_steps \(3\) a multiple of 2",
         ),
+        ({"steps_per_generation": 2, "enable_jit_checkpoint": True}, "enable_jit_checkpoint may save in the middle"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha adds noise where TRL computes log-probs"),
     ],
 )
 def test_settings_of_trl_that_are_in_the_way(
@@ -163,6 +165,14 @@ def test_several_processes_and_sharded_weights_are_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="shards the weights, but they are published unsharded"):
         refuse(settings_in_the_way(args, num_processes=1, is_sharded=True))
     refuse(settings_in_the_way(args, num_processes=1, is_sharded=False))
+
+
+def test_evaluations_that_save_the_best_are_at_the_end_of_a_batch(tmp_path: Path) -> None:
+    best = {"save_strategy": "best", "eval_strategy": "steps", "metric_for_best_model": "reward"}
+    args = arguments(tmp_path, steps_per_generation=2, eval_steps=3, **best)
+    with pytest.raises(ConfigError, match=r"make eval_steps \(3, with save_strategy 'best'\) a multiple of 2"):
+        refuse(out_of_step(args, 4, args.save_steps))
+    refuse(out_of_step(arguments(tmp_path, steps_per_generation=2, eval_steps=4, **best), 4, 3))
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "1.15.2", "1.17.0", "1.160.0", "2.0.0", "nightly"])

@@ -21,7 +21,7 @@ from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.run.directory import RunDir
 from tests.integrations.trl.killed import POINTS, STEPS
-from tests.integrations.trl.kit import PROMPTS, WatchedTrainer, journaled, letters, trainer
+from tests.integrations.trl.kit import GENERATIONS, PROMPTS, WatchedTrainer, journaled, letters, trainer
 from tests.speed import within
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -187,9 +187,20 @@ def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_mode
     other = letters().select(range(8))
     with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, but now it is 8 rows"):
         trainer(tiny_model, tmp_path, max_steps=2, dataset=other).train(resume_from_checkpoint=True)
+    halves = {"per_device_train_batch_size": PROMPTS * GENERATIONS // 2, "steps_per_generation": 2}
+    with pytest.raises(RunError, match="this run began with steps per batch 1, but now it is 2"):
+        trainer(tiny_model, tmp_path, max_steps=4, **halves).train(resume_from_checkpoint=True)
     answered = letters().map(lambda row: {"answer": row["answer"].upper()})
     with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, but now it is 16 rows"):
         trainer(tiny_model, tmp_path, max_steps=2, dataset=answered).train(resume_from_checkpoint=True)
+
+
+def test_a_new_run_does_not_begin_beside_checkpoints_of_another(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-20").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    with pytest.raises(RunError, match="checkpoint-20 is a checkpoint of another run, from which this one would be"):
+        trainer(tiny_model, tmp_path, max_steps=1).train()
+    assert not (tmp_path / "out" / "_rollover").exists()
 
 
 @pytest.mark.parametrize("is_same_process", [False, True])

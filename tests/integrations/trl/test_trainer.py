@@ -16,7 +16,7 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollover.batch import Batch, Group
+from rollover.batch import Batch, Group, WasteCause
 from rollover.errors import EngineMismatch, RunError
 from rollover.integrations.trl import rollouts
 from rollover.integrations.trl.answers import Answers, measure
@@ -223,6 +223,10 @@ def test_the_drift_is_that_of_tokens_on_a_cache_of_their_own_weights() -> None:
     found = measure(output, Answers.of(batch, num_generations=1, end_token=0), advantages_alone=True)
     assert {"": found.drift} == measured_drift([sample], distance_BT[0].double().numpy(), step=3)
     assert found.drift == (2, 0.1875)
+    output["importance_sampling_ratio"] = torch.zeros(1, 1)  # TRL adds other terms of the loss after it
+    answers = Answers.of(batch, num_generations=1, end_token=0)
+    untrained = [measure(output, answers, advantages_alone=alone).untrained for alone in (True, False)]
+    assert untrained == [{WasteCause.REJECTED_SAMPLE: 6}, {}]
 
 
 class Losses:

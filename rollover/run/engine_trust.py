@@ -40,8 +40,8 @@ from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
 from rollover.rollout.config import RolloutConfig
 
-_NUM_REFERENCES = 8
-"""Number of versions under which members can be checked: members of a swarm may be a few behind."""
+_NUM_REFERENCES = (8, 64)
+"""Fewest and most versions under which members can be checked: members of a swarm may be as far behind as the bound."""
 MIN_TOKENS = 64
 """The fewest tokens of an engine that are meaningful: in half precision, single tokens can be far off."""
 
@@ -84,6 +84,8 @@ class Trust:
         if opened.placement is not None:
             opened.placement.on_distrust(self._windows.forget)
         self._replayed = frozenset(replayed)
+        least, most = _NUM_REFERENCES
+        self._num_references = max(least, min(rollout.staleness_bound + 2, most))
         self._references: dict[int, Reference] = {}
         """The newest references by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False
@@ -96,7 +98,7 @@ class Trust:
         if self._pool is None and self.has_checked:
             return  # same memory, same process: after the first check, drift is enough
         reference = Reference(version=version, prompts=self._prompts, logits_PV=self._next_logits(self._prompts))
-        self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
+        self._references = dict([*self._references.items(), (version, reference)][-self._num_references :])
 
     async def check(self, version: int, *, strict: bool = False) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines

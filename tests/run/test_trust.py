@@ -14,6 +14,26 @@ from rollover.run.engine_trust import Trust
 from tests.engine.fake import FakeEngine, opened
 
 
+def trust_of(engine: FakeEngine, rollout: RolloutConfig) -> Trust:
+    return Trust(
+        rollout,
+        EmbeddedConfig(),
+        opened(engine),
+        next_logits=lambda prompts: np.zeros((len(prompts), 8), np.float32),
+        vocab_size=8,
+        trainer_format="float32",
+        replayed=(),
+    )
+
+
+@pytest.mark.parametrize(("bound", "oldest"), [(1, 22), (16, 12)])
+def test_whoever_may_sample_can_be_checked(bound: int, oldest: int) -> None:
+    trust = trust_of(FakeEngine(lambda request: 1), RolloutConfig(max_staleness=bound))
+    for version in range(30):
+        trust.expect(version)
+    assert min(trust._references) == oldest <= 29 - bound
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("draws", [False, True])
 async def test_sampling_is_checked_of_whom_is_to_draw(
@@ -27,15 +47,7 @@ async def test_sampling_is_checked_of_whom_is_to_draw(
 
         monkeypatch.setattr(engine_trust, name, check)
     engine = FakeEngine(lambda request: 1)
-    trust = Trust(
-        RolloutConfig(),
-        EmbeddedConfig(),
-        opened(engine),
-        next_logits=lambda prompts: np.zeros((len(prompts), 8), np.float32),
-        vocab_size=8,
-        trainer_format="float32",
-        replayed=(),
-    )
+    trust = trust_of(engine, RolloutConfig())
     trust.expect(0)
     await trust._check(engine, 0, is_known=is_known, draws=draws)
     assert made == ["check_logprobs", "check_sampling"][: 1 + draws]

@@ -19,8 +19,8 @@ from rollover.engine.base import Chunk
 from rollover.swarm.wire import messages
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 
-MAX_MESSAGE_TOKENS = 2**16
-"""Most tokens in a message: half a megabyte."""
+MAX_MESSAGE_TOKENS = 2**13
+"""Most tokens in a message: 64 kB. Heartbeats wait behind it, and a slow link must not lose its lease by that."""
 _ROOM_AGAIN = 0.75
 """Share of the limit at which a worker that stood still resumes, so that it does not stop at every token."""
 

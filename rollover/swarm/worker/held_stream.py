@@ -27,8 +27,8 @@ from rollover.types import FinishReason
 
 _BYTES = 4
 """Bytes of a packed token id, and of a packed log-prob."""
-_MAX_BESIDE_BYTES = messages.MAX_FRAME_BYTES // 2
-"""Most bytes of the kept sets and routes of a message: enough for hundreds of tokens."""
+_MAX_BESIDE_BYTES = 2**20
+"""Most bytes of the kept sets and routes of a message: enough for a thousand tokens, and 3 s of a slow link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

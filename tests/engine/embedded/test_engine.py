@@ -144,8 +144,12 @@ async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
 
     monkeypatch.setattr(runner, "decode", broken)
     monkeypatch.setattr(runner.kv, "zero_", still_broken)
-    calls = [collect(engine, request(name, max_new_tokens=50)) for name in "ab"]
+    await engine.pause()  # or one call may fail before the other is there
+    calls = [asyncio.create_task(collect(engine, request(name, max_new_tokens=50))) for name in "ab"]
     async with asyncio.timeout(DEADLINE_S):
+        while engine.stats().num_running + engine.stats().num_waiting < 2:
+            await asyncio.sleep(0)
+        await engine.resume()
         for result in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(result, error)
             with pytest.raises(error, match=message):

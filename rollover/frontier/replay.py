@@ -74,7 +74,9 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     tokens = {s.step: s.num_tokens for s in timeline.trained_steps}
     rows = [r for r in read_metrics(path) if r.kind == "step" and TRAINED.parts(r.values) and r.step in tokens]
     if len(rows) < _MIN_STEPS:
-        raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
+        raise RunError(
+            f"{path}: {len(rows)} steps whose time is known; at least {_MIN_STEPS} are needed to model the run"
+        )
     num_prompt_tokens, reward_s, filtered = _counted(path, config)
     turns, episodes = _turns(timeline)
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)

@@ -245,7 +245,7 @@ def test_runs_too_short_to_learn_from_are_refused(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", setup, 6)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]))
-    with pytest.raises(RunError, match="3 finished steps; at least 4 are needed"):
+    with pytest.raises(RunError, match="3 steps whose time is known; at least 4 are needed"):
         read_recorded(run)
     with pytest.raises(RunError, match="not a run directory"):
         read_recorded(tmp_path)

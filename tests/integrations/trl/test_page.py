@@ -48,11 +48,11 @@ def test_the_script_trains_and_the_same_command_goes_on(tmp_path: Path, monkeypa
     known = {name for row in first.state.log_history for name in row}
     for name in listed:
         assert any(re.fullmatch(re.escape(name).replace(r"\*", ".*"), seen) for seen in known), name
-    again = run(4)
-    assert [row["step"] for row in again.state.log_history if "reward" in row] == [1, 2, 3, 4]
+    again = run(5)
+    assert [row["step"] for row in again.state.log_history if "reward" in row] == [1, 2, 3, 4, 5]
     steps = [row.step for row in read_run(tmp_path / "out" / "_rollover").metrics if row.kind == "step"]
-    assert steps == [0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3, 4]
     shows_its_run(tmp_path / "out" / "_rollover")
-    written = pandas.read_parquet(tmp_path / "out/completions/completions_00004.parquet")
+    written = pandas.read_parquet(tmp_path / "out/completions/completions_00005.parquet")
     assert len(written) == 64 and {"prompt", "completion"} <= {*written.columns}
     assert all(isinstance(text, str) for text in written["completion"])

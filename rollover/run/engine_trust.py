@@ -40,8 +40,8 @@ from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
 from rollover.rollout.config import RolloutConfig
 
-_NUM_REFERENCES = (8, 64)
-"""Fewest and most versions under which members can be checked: members of a swarm may be as far behind as the bound."""
+_NUM_REFERENCES = (8, 24)
+"""Fewest and most versions under which members can be checked: 14 MB each with a vocabulary of 150,000."""
 MIN_TOKENS = 64
 """The fewest tokens of an engine that are meaningful: in half precision, single tokens can be far off."""
 
@@ -85,7 +85,8 @@ class Trust:
             opened.placement.on_distrust(self._windows.forget)
         self._replayed = frozenset(replayed)
         least, most = _NUM_REFERENCES
-        self._num_references = max(least, min(rollout.staleness_bound + 2, most))
+        behind = 0 if opened.placement is None else rollout.staleness_bound  # of a swarm
+        self._num_references = max(least, min(behind + 2, most))
         self._references: dict[int, Reference] = {}
         """The newest references by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,11 @@ from rollover.run.engine_trust import Trust
 from tests.engine.fake import FakeEngine, opened
 
 
-def trust_of(engine: FakeEngine, rollout: RolloutConfig) -> Trust:
+def trust_of(engine: FakeEngine, rollout: RolloutConfig, placement: Any = None) -> Trust:
     return Trust(
         rollout,
         EmbeddedConfig(),
-        opened(engine),
+        replace(opened(engine), placement=placement),
         next_logits=lambda prompts: np.zeros((len(prompts), 8), np.float32),
         vocab_size=8,
         trainer_format="float32",
@@ -26,12 +28,15 @@ def trust_of(engine: FakeEngine, rollout: RolloutConfig) -> Trust:
     )
 
 
-@pytest.mark.parametrize(("bound", "oldest"), [(1, 22), (16, 12)])
-def test_whoever_may_sample_can_be_checked(bound: int, oldest: int) -> None:
-    trust = trust_of(FakeEngine(lambda request: 1), RolloutConfig(max_staleness=bound))
+@pytest.mark.parametrize(("bound", "is_swarm", "kept"), [(1, True, 8), (16, True, 18), (99, True, 24), (16, False, 8)])
+def test_members_of_a_swarm_can_be_checked_as_far_behind_as_they_may_sample(
+    bound: int, is_swarm: bool, kept: int
+) -> None:
+    placement = SimpleNamespace(on_distrust=lambda listener: None) if is_swarm else None
+    trust = trust_of(FakeEngine(lambda request: 1), RolloutConfig(max_staleness=bound), placement)
     for version in range(30):
         trust.expect(version)
-    assert min(trust._references) == oldest <= 29 - bound
+    assert [*trust._references] == [*range(30 - kept, 30)]
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.run.directory import RunDir
 from tests.integrations.trl.killed import POINTS, STEPS
-from tests.integrations.trl.kit import GENERATIONS, PROMPTS, WatchedTrainer, journaled, letters, trainer
+from tests.integrations.trl.kit import GENERATIONS, PROMPTS, WatchedTrainer, arguments, journaled, letters, trainer
 from tests.speed import within
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -201,6 +202,20 @@ def test_a_new_run_does_not_begin_beside_checkpoints_of_another(tiny_model: Path
     with pytest.raises(RunError, match="checkpoint-20 is a checkpoint of another run, from which this one would be"):
         trainer(tiny_model, tmp_path, max_steps=1).train()
     assert not (tmp_path / "out" / "_rollover").exists()
+
+
+@pytest.mark.parametrize("limit", [2, 0, None])
+def test_the_best_checkpoint_keeps_no_batches(tmp_path: Path, limit: int | None) -> None:
+    for step in (10, 40, 50):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    state = SimpleNamespace(global_step=50, best_model_checkpoint=str(tmp_path / "out" / "checkpoint-10"))
+    saved: list[int] = []
+    host: Any = SimpleNamespace(
+        args=arguments(tmp_path, save_total_limit=limit), state=state, _rollouts=SimpleNamespace(saved=saved.append)
+    )
+    WatchedTrainer._saved(host)
+    assert saved == [40]
 
 
 @pytest.mark.parametrize("is_same_process", [False, True])

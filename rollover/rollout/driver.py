@@ -335,7 +335,8 @@ class RolloutDriver:
         names = ", ".join(str(i) for i in sorted(self._calls)[:8]) or "none"
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s; with servers, plus"
-            f" engine.all_down_timeout_s or engine.launch_timeout_s); {len(self._calls)} samples decoding: {names};"
+            " engine.all_down_timeout_s or engine.launch_timeout_s; with a swarm, plus engine.away_timeout_s);"
+            f" {len(self._calls)} samples decoding: {names};"
             f" the engine is {self._engine!r}"
         )
 

@@ -56,7 +56,8 @@ class SharedConfig:
     stall_timeout_s: Changeable[float] = 600.0
     """Time without any token after which the run stops and names the samples it is waiting for. The time that
     environments and rewards take does not count: they have deadlines of their own. The longest wait for servers that
-    are all out (`engine.all_down_timeout_s`, `engine.launch_timeout_s` if they are started) is added."""
+    are all out (`engine.all_down_timeout_s`, `engine.launch_timeout_s` if they are started), or for the workers of a
+    swarm (`engine.away_timeout_s`), is added."""
     max_retries: Changeable[int] = 3
     """Consecutive engine failures, without a token in between, that one sample survives; each time it resumes from its
     last streamed token."""

@@ -48,6 +48,9 @@ class SwarmConfig(EngineConfig):
     you expect have room for. Strategies that keep the engine full keep this number of samples open."""
     lease_s: Changeable[float] = 15.0
     """Seconds without a message from a worker after which other workers continue its calls; at least 1."""
+    away_timeout_s: Changeable[float] = 3600.0
+    """Seconds that the run waits for workers, beyond `rollout.stall_timeout_s`, while none decodes: time to start them, or
+    for those that are away to come back."""
     abort_timeout_s: Changeable[float] = 10.0
     """Seconds that a worker may take to hand over stopped calls."""
     update_timeout_s: Changeable[float] = 600.0
@@ -79,6 +82,8 @@ class SwarmConfig(EngineConfig):
             raise ValueError(
                 f"lease_s must be at least 1: workers send three heartbeats in that time; got {self.lease_s}"
             )
+        if self.away_timeout_s < 0:
+            raise ValueError(f"away_timeout_s must be at least 0 seconds, got {self.away_timeout_s}")
         for key in ("abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {value}")

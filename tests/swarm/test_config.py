@@ -16,6 +16,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "port beyond": ({"listen": "127.0.0.1:70000"}, "listen must look like"),
     "open without TLS": ({"listen": "0.0.0.0:8790"}, "give tls_certificate and tls_key, or set insecure = true"),
     "half a certificate": ({"tls_certificate": "a.pem"}, "belong together"),
+    "away": ({"away_timeout_s": -1}, "away_timeout_s must be at least 0 seconds, got -1"),
     "lease": ({"lease_s": 0.9}, "lease_s must be at least 1: workers send three heartbeats in that time; got 0.9"),
     "anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
     "room": ({"max_running": 0}, "max_running must be at least 1"),

@@ -380,7 +380,7 @@ def test_tokens_that_are_not_the_next_ones_end_the_connection(offset: int) -> No
     (goodbye, failed, *_) = hub.received(worker.lease, structs.replace(first, offset=offset), 1.0)
     reason = f"a broke the order of messages: it sent tokens from position {offset} on, but those from 10 are next"
     assert goodbye == Send(worker.lease, Goodbye(reason=reason, is_final=False))
-    assert failed == Fail("g0.0#0.", reason) and hub.counters["out_of_order"] == 1
+    assert failed == Fail("g0.0#0.", reason, is_displaced=True) and hub.counters["out_of_order"] == 1
     assert hub.received(worker.lease, first, 1.0) == [], "it has no lease"
     (welcome,) = sent(hub.connected("a", worker.hello(), 2.0), Welcome)
     assert welcome.lease > worker.lease and not hub.members["a"].distrust

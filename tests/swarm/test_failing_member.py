@@ -133,6 +133,27 @@ def test_the_calls_of_a_member_that_leaves_are_displaced() -> None:
     assert given(hub.opened(request("g0.0", 1)), leaver, good) is good
 
 
+def test_only_a_sample_that_is_lost_twice_without_a_token_is_at_fault() -> None:
+    hub, found = coordinator(), list[bool]()
+    worker = member(hub, "alone", 100.0)
+    for number, num_decoded in enumerate((0, 0, 3, 0)):  # each time, its process dies and is started again
+        assert given(hub.opened(request("g0.0", number)), worker) is worker
+        for piece in decoded(worker, f"g0.0#{number}.", num_decoded):
+            hub.received(worker.lease, piece, 1.0)
+        worker = ModelWorker("alone")
+        found += [is_displaced for _, is_displaced in failed(join(hub, worker))]
+    assert found == [True, False, True, False]
+
+
+def test_a_lease_that_ends_is_no_failed_attempt_of_its_calls() -> None:
+    hub = coordinator()
+    dying, good = member(hub, "dying", 100.0, room=8), member(hub, "good", 1.0, room=2)
+    assert given(hub.opened(request("g0.0")), dying, good) is dying
+    hub.received(good.lease, beat(1), TTL_S + 1.0)
+    assert failed(hub.expire(TTL_S + 1.0)) == [("g0.0#0.", True)]
+    assert given(hub.opened(request("g0.0", 1)), good) is good
+
+
 def test_an_adopted_call_that_ends_at_its_earlier_limit_continues_elsewhere() -> None:
     hub, worker = coordinator(), holding((0, 12))
     join(hub, worker)

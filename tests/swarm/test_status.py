@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from rollover.swarm.coordinator.machine.effects import Changed
 from rollover.swarm.coordinator.status.snapshot import swarm_status
+from rollover.swarm.wire.messages import NotServing
 from tests.swarm.kit import ModelWorker, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, with_a_member
 
@@ -27,6 +29,19 @@ def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
     hub.received(worker.lease, beat(number=2, num_held=10), 2.0)
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.state, seen.note) == ("ready", "")
+
+
+def test_a_worker_that_keeps_older_weights_says_why() -> None:
+    hub, worker = with_a_member()
+    hub.published(head(1), 0.0)
+    full = NotServing(version=1, reason="no space left on /cache")
+    warned = [[e for e in hub.received(worker.lease, full, now_s) if isinstance(e, Changed)] for now_s in (1.0, 2.0)]
+    assert warned == [[Changed("a keeps its weights; version 1: no space left on /cache", is_warning=True)], []]
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert (seen.state, seen.lag, seen.note) == ("ready", 1, "version 1: no space left on /cache")
+    hub.received(worker.lease, worker.change(head(1)), 3.0)
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert (seen.state, seen.lag, seen.note) == ("ready", 0, "")
 
 
 def test_what_new_weights_took_is_told_by_worker() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from rollover.engine.base import FirstCall
@@ -227,10 +227,24 @@ class Assignments:
             effects.append(Changed(f"{reason}; it gets one call at a time, until one succeeds", is_warning=True))
         member.failed_a_call(sample_key, reason, self.now_s)
         self.changed(member)
+        self._remember_failed(sample_key)
+        return [*effects, *self._calls.failed(member, reason, {call_id}, is_displaced=not is_attempt)]
+
+    def lost(self, member: SwarmMember, reason: str, call_ids: Iterable[str]) -> list[Effect]:
+        """Handle calls that are gone with the memory of their member. A sample whose last call has failed too, with no
+        token since, may be what ends its members: only then is it a failed attempt."""
+        effects: list[Effect] = []
+        for call_id in sorted(call_ids):
+            sample_key = self._calls[call_id].request.sample_key
+            is_attempt = sample_key in self._failed
+            self._remember_failed(sample_key)
+            effects += self._calls.failed(member, reason, {call_id}, is_displaced=not is_attempt)
+        return effects
+
+    def _remember_failed(self, sample_key: str) -> None:
         self._failed[sample_key] = None
         if len(self._failed) > NUM_REMEMBERED:
             self._failed.popitem(last=False)
-        return [*effects, *self._calls.failed(member, reason, {call_id}, is_displaced=not is_attempt)]
 
     def decoded(self, member: SwarmMember, call: SwarmCall, num_tokens: int) -> None:
         """Record new tokens of a call: neither its member nor its sample fails any more. The few of a log-prob check

@@ -140,14 +140,14 @@ class Coordinator:
         started_again = f"{member.name} was started again"
         if hello.run_id != self.run.run_id:
             member.served.clear()
-            return self._calls.failed(member, started_again, set(member.calls))
+            return self._assignments.lost(member, started_again, set(member.calls))
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
         if held and not all(map(self._publications.knows, hello.served)):
             effects.append(Send(member.lease, messages.Release(call_ids=tuple(held))))
             held = {}
         self._confirm(member, hello.served)
-        effects += self._calls.failed(member, started_again, member.calls - held.keys())
+        effects += self._assignments.lost(member, started_again, member.calls - held.keys())
         offers = []
         for call_id, offer in held.items():
             if (answers := self._calls.resumed(member, call_id, offer)) is not None:
@@ -192,15 +192,18 @@ class Coordinator:
         self._assignments.now_s = now_s
         return self._assignments.move()
 
-    def _ended(self, member: SwarmMember, reason: str, *, is_displaced: bool = False) -> list[Effect]:
-        """Take the lease of a member away; ``is_displaced``: as in ``Fail``, of its calls."""
+    def _ended(self, member: SwarmMember, reason: str, *, has_left: bool = False) -> list[Effect]:
+        """Take the lease of a member away. Its calls fail; ``has_left``: it handed them over."""
         self._leases.pop(member.lease, None)
         member.is_connected, member.lease, member.last_error = False, 0, reason
         member.ready = member.version = member.checked_version = None
         self._assignments.forget(member)
         self._assignments.changed(member)
         call_ids = set(member.calls)
-        failed = self._calls.failed(member, reason, call_ids, is_displaced=is_displaced)
+        if has_left:
+            failed = self._calls.failed(member, reason, call_ids, is_displaced=True)
+        else:
+            failed = self._assignments.lost(member, reason, call_ids)
         self._calls.acknowledgements.lapsed(call_ids)
         return [*failed, Changed(reason)]
 
@@ -245,12 +248,13 @@ class Coordinator:
             case messages.Serving():
                 return [*self._serving(member, message), *self._assignments.place_waiting()]
             case messages.NotServing(version=version, reason=reason):
-                member.last_error = f"version {version}: {brief(reason)}"
-                return []
+                said, known = f"version {version}: {brief(reason)}", member.last_error
+                member.last_error = said
+                return [] if said == known else [Changed(f"{member.name} keeps its weights; {said}", is_warning=True)]
             case messages.Leaving(reason=reason):
                 left = f"{member.name} has left: {brief(reason)}"
                 bye = self._goodbye(member.lease, left, is_final=False)
-                return [bye, *self._ended(member, left, is_displaced=True)]
+                return [bye, *self._ended(member, left, has_left=True)]
             case messages.Hello():
                 raise messages.ProtocolError("it sent a second hello on one connection")
 
@@ -277,8 +281,8 @@ class Coordinator:
             raise messages.ProtocolError(
                 f"it says of its engine keeps_kv = {ready.keeps_kv}, but said {not ready.keeps_kv} before"
             )
-        if member.ready is None and not member.num_failures:
-            member.last_error = ""  # what ended its last membership
+        if member.ready is None:
+            member.is_past_error()  # what ended its last membership
         member.ready = member.declared = ready
         self._assignments.changed(member)
         return [Changed(f"{member.name} is ready")]
@@ -298,6 +302,7 @@ class Coordinator:
             return []
         effects: list[Effect] = [] if member.served.get(version) == manifest else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
+        member.is_past_error()
         self._assignments.changed(member)
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
@@ -357,8 +362,10 @@ class Coordinator:
 
     def checked(self, name: str, version: int) -> list[Effect]:
         """Record that the log-probs of a member belong to ``version``."""
-        self.members[name].checked_version = version
-        self._assignments.changed(self.members[name])
+        member = self.members[name]
+        member.checked_version = version
+        member.is_past_error()
+        self._assignments.changed(member)
         return [
             Changed(f"{name} has passed the log-prob check of version {version}"),
             *self._assignments.place_waiting(),

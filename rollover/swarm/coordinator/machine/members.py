@@ -97,6 +97,7 @@ class SwarmMember:
     is_revoked: bool = False
     """Its token was revoked; a worker with a new token of the same name may join."""
     last_error: str = ""
+    """What is wrong with it now, or ended its last membership."""
     num_failures: int = 0
     """Calls that failed at it, one trial after the other, since it decoded a token."""
     failed_samples: set[str] = field(default_factory=set)
@@ -161,6 +162,12 @@ class SwarmMember:
         """Record that it decodes: it gets as many calls as before."""
         self.num_failures, self.is_set_aside = 0, False
         self.failed_samples.clear()
+        self.is_past_error()
+
+    def is_past_error(self) -> None:
+        """Record that it does what it could not do, unless its calls fail."""
+        if not self.num_failures:
+            self.last_error = ""
 
     def beaten(self, beat: Heartbeat, positions: Mapping[str, int], now_s: float) -> None:
         """Record what a heartbeat says about the member itself. ``positions``: where its calls are.

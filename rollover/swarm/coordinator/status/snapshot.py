@@ -42,7 +42,7 @@ class WorkerStatus:
     num_held: int
     """Tokens that it holds until they are journaled."""
     note: str
-    """The reason why it was sent away, or its latest error."""
+    """The reason why it was sent away, or what is wrong with it."""
     drift: float | None = None
     """Mean distance of the log-probs that it reported from the trainer's, in nats, over its tokens in the last batch
     that had some of the weights in force."""
@@ -122,8 +122,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
 def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
         return "holds as many tokens as it may (--max_held_tokens) and pauses until they are journaled"
-    is_well = state == "ready" and not member.num_failures
-    return member.distrust or ("" if is_well else member.last_error.removeprefix(f"{member.name}: "))
+    return member.distrust or member.last_error.removeprefix(f"{member.name}: ")
 
 
 def shown(text: str) -> str:

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=tuple(MODELS), choices=tuple(MODELS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    spec = workload.read_workload(WORKLOAD, num_groups=NUM_GROUPS, group_size=GROUP_SIZE)
+    spec = workload.specify(WORKLOAD, read_lengths(WORKLOAD), num_groups=NUM_GROUPS, group_size=GROUP_SIZE)
     models = ["7B"] if options.sensitivity else options.models
     found: list[Compared] = []
     out = options.out or RESULTS / ("sensitivity.json" if options.sensitivity else "claim.json")

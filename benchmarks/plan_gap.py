@@ -39,6 +39,7 @@ from rollover.planner.records import Fleet
 from rollover.planner.search import make_plan
 from rollover.planner.topology import Topology
 from rollover.settings import toml
+from rollover.workload.source import read_lengths
 
 BASE = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True}
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -68,7 +69,7 @@ def spec_of(model: str, groups: int, max_staleness: int) -> PlanSpec:
     shape = parse({**BASE, **dict(zip(KEYS, MODELS[model], strict=True))}, name=model)
     return PlanSpec(
         model=shape,
-        workload=workload.read_workload("light-8k", num_groups=groups, group_size=8),
+        workload=workload.specify("light-8k", read_lengths("light-8k"), num_groups=groups, group_size=8),
         max_staleness=max_staleness,
     )
 

@@ -31,15 +31,11 @@ _SILENT_S = 15.0
 @click.option("--trust", metavar="NAME", help="Readmit a worker that was sent away as untrusted.")
 def command(run: Path, add: str | None, out: Path | None, revoke: str | None, trust: str | None) -> None:
     """List the workers of RUN, add workers, or remove them."""
-    from rollover.report.record import read_config
+    from rollover.report.record import read_config, refuse_comparison
 
     require("msgspec", "cryptography", purpose="rollover workers")
     config = read_config(run)  # a folder that no run has made is refused
-    if variants := config.get("variants"):
-        raise RunError(
-            f"{run} is a comparison, and each of its runs has a swarm of its own: give the one that runs now,"
-            f" {' or '.join(str(run / name) for name in variants)}"
-        )
+    refuse_comparison(run, config)  # each of its runs has a swarm of its own
     if (kind := (config.get("engine") or {}).get("kind", "swarm")) != "swarm":
         raise RunError(f"{run} has no swarm: its engine.kind is {kind!r}; only runs with 'swarm' have workers")
     given = [f"--{key}" for key, name in (("add", add), ("revoke", revoke), ("trust", trust)) if name is not None]

@@ -147,6 +147,8 @@ class WorkloadSpec:
     prompt_tokens: float
     """Mean prompt length."""
     buckets: tuple[LengthBucket, ...]
+    longest_prompt_tokens: float = 0.0
+    """Length of the longest prompt; 0 if all are alike."""
     reward_s: float = 0.0
     """Seconds between a sample's last token and its reward."""
     held_s: float = 0.0

@@ -9,6 +9,7 @@ longest longer than it is if a prompt's difficulty is shared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,42 +17,40 @@ import numpy.typing as npt
 
 from rollover.devices.records import LengthBucket, WorkloadSpec
 from rollover.errors import DataError, PlanError
-from rollover.workload.base import Workload
-from rollover.workload.source import read_lengths
+from rollover.workload.source import Lengths
+from rollover.workload.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 
 SAMPLED_PROMPTS = 2048
-"""Groups drawn to cut lengths into buckets."""
+"""Groups whose lengths are cut into buckets."""
 _MOST_SIBLINGS = 4096
 
 
-def read_workload(
-    name: str, *, num_groups: int, group_size: int, cap_tokens: int | None = None, **settings: Any
-) -> WorkloadSpec:
-    """Read the workload ``name``: a preset such as ``math-16k``, a file of lengths or a law, or a run.
+def specify(name: str, lengths: Lengths, *, num_groups: int, group_size: int, **settings: Any) -> WorkloadSpec:
+    """Take ``SAMPLED_PROMPTS`` groups of ``lengths`` and cut them into buckets. Those of a longer trace are spread over
+    all of it, since prompts may be sorted and lengths grow during a run; its longest prompt and response are kept.
 
-    ``settings`` are further fields of ``WorkloadSpec``.
-
-    Raises:
-        ConfigError, DataError, RunError: ``name`` refers to nothing, or to something damaged.
-        PlanError: a setting is out of range.
+    ``settings`` are further fields of ``WorkloadSpec``. Raises ``PlanError`` if one is out of range.
     """
-    lengths = read_lengths(name, cap_tokens=cap_tokens).workload()
-    return specify(name, lengths, num_groups=num_groups, group_size=group_size, **settings)
-
-
-def specify(name: str, lengths: Workload, *, num_groups: int, group_size: int, **settings: Any) -> WorkloadSpec:
-    """Draw ``SAMPLED_PROMPTS`` groups of ``lengths`` and cut them into buckets."""
     _check({"num_groups": num_groups, "group_size": group_size, **settings})
-    prompts = range(SAMPLED_PROMPTS)
-    rows = np.array([lengths.group_lengths(index, group_size) for index in prompts])
+    workload, recorded = lengths.workload(0), lengths.prompts if isinstance(lengths, Trace) else ()
+    step = max(1.0, len(recorded) / SAMPLED_PROMPTS)
+    drawn = [int(place * step) for place in range(SAMPLED_PROMPTS)]
+    buckets = length_buckets(
+        np.array([workload.group_lengths(index, group_size) for index in drawn]),
+        group_size=group_size,
+        num_groups=num_groups,
+    )
+    longest = max((n for prompt in recorded for n in prompt.lengths), default=0)
+    prompts = [workload.prompt_tokens(index) for index in drawn]
     return WorkloadSpec(
         name=name,
         num_groups=num_groups,
         group_size=group_size,
-        prompt_tokens=float(np.mean([lengths.prompt_tokens(index) for index in prompts])),
-        buckets=length_buckets(rows, group_size=group_size, num_groups=num_groups),
+        prompt_tokens=float(np.mean(prompts)),
+        longest_prompt_tokens=max(*prompts, *(prompt.prompt_tokens for prompt in recorded)),
+        buckets=(*buckets[:-1], replace(buckets[-1], max_tokens=max(longest, buckets[-1].max_tokens))),
         **settings,
     )
 

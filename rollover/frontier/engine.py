@@ -49,9 +49,9 @@ def of_device(
         device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None
     )
     shape = models.read_shape(model)
-    workload = specify(
-        "lengths", lengths.workload(0), num_groups=rollout.rollout_batch_size, group_size=rollout.group_size
-    )
+    if shape.num_heads % tp:
+        raise ConfigError(f"--tp {tp}: the {shape.num_heads} attention heads of {shape.name} cannot be divided by {tp}")
+    workload = specify("lengths", lengths, num_groups=rollout.rollout_batch_size, group_size=rollout.group_size)
     engine = replica_costs(shape, workload, found, tp, 1)
     if not engine.fits():
         raise ConfigError(

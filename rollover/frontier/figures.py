@@ -75,10 +75,11 @@ def _mark(point: FrontierPoint, name: str, symbol: str) -> dict[str, Any]:
 
 def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
     """Draw the closed form ``lag K = kappa``, or nothing where it does not hold: where the trainer or rewards take
-    time, responses have turns, or there is more than one replica."""
+    time, responses have turns, there is more than one replica, or the lag is not a mean over tokens."""
     scenario = study.setup.scenario
     if (
         scenario.turns is not None
+        or study.setup.lag_of not in ("batch", "token")
         or not (scenario.trainer.is_zero and scenario.reward.is_zero and len(scenario.replicas) == 1)
         or longest <= 1
     ):

@@ -188,8 +188,11 @@ def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
     ceiling = study.setup.ceiling / sync.mean("tokens_per_s")
     strategy, _, value = label(advice.config).partition(" ")
     value = value.replace("=", " = ") or "on-policy"
+    knob = advice.config.strategy.knob
+    is_free = study.setup.max_staleness is None and (knob is None or knob.key != "max_staleness")
+    held = f"max_staleness = {bound(advice.chosen)}" + " never held it back" * is_free
     return [
-        ("Recommended", value, "", f"{strategy}; max_staleness = {bound(advice.chosen)} never held it back"),
+        ("Recommended", value, "", f"{strategy}; {held}"),
         ("Gain", f"{advice.chosen.gain.mean:.2f}", "× sync", f"{advice.share:.0%} of the fastest setting's gain"),
         ("Lag", f"{advice.chosen.lag:.2f}", "versions", f"{advice.best.lag:.2f} at the fastest setting"),
         ("Ceiling", f"{ceiling:.2f}", "× sync", "engines that only read caches, a trainer that never waits"),

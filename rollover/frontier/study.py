@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rollover.frontier.advice import Advice, advise, instead
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
-from rollover.frontier.settings import is_asleep, name_of, place_of, setting, settings, value_of
+from rollover.frontier.settings import is_allowed, is_asleep, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
@@ -61,7 +61,8 @@ def study(
     """Simulate all of it. Raises ``RunError`` if a simulation cannot make progress."""
     is_in_use = setup.is_in_use
     if not is_in_use:
-        setup = replace(setup, rollout=setting("april", setup, 2.0))
+        usual = ("april", 2.0) if is_allowed("april", setup, 2.0) else ("sync", None)
+        setup = replace(setup, rollout=setting(usual[0], setup, usual[1]))
     current = setup.rollout
     place = place_of(current)
     tried = [config for name in strategies for config in settings(name, setup)]
@@ -129,7 +130,7 @@ def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setu
     if knob is None or here is None or here == math.inf or knob.key == "max_staleness":
         return []
     known = [p.config for p in points if name_of(p.config) == name_of(config)]
-    values = sorted(v for c in known if (v := value_of(c)) is not None)
+    values = sorted(v for c in known if (v := value_of(c)) is not None and v < math.inf)
     place = values.index(here)
     beside = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
     near = (setting(name_of(config), setup, (here + other) / 2) for other in beside)

@@ -19,6 +19,7 @@ from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_plan
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.blocks import block, block_size, in_blocks, powers
+from rollover.planner.records import Server
 from rollover.trainer.parallelism import unsupported
 
 MAX_TRAINING_STAGES = 64
@@ -258,14 +259,21 @@ def no_room(
     model: ModelShape,
     workload: WorkloadSpec,
     act: str,
+    launchable: Server | None,
 ) -> str:
     """Say how much memory each device type would need, in the shape that needs least, and how much it has."""
-    lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
+    within = " in shapes that rollover launch can run (--for-launch)" if launchable else ""
+    lines = [
+        f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet{within}:"
+    ]
     for device in stock:
         needs, has = {}, device.efficiency.memory * device.hbm_bytes
         for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES if act == "train" else MAX_REPLICA_STAGES):
             if dp := min(_copies(tp, pp, device, node_sizes[device.name]), workload.batch_size):
                 part = TrainingPart(device=device.name, dp=dp, tp=tp, pp=pp, sharded=True, recompute=True, share=1.0)
+                largest = 1 if launchable == "embedded_server" else device.node_size
+                if launchable and (tp * pp > largest if act == "roll out" else not runs(part)):
+                    continue
                 engine = replica_costs(model, workload, device, tp, pp)
                 left = engine.kv_room - engine.kv_bytes_per_token * longest_tokens(workload)
                 trains = trainer_costs(model, workload, device, part).memory_bytes

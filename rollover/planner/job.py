@@ -63,6 +63,7 @@ class PlanRequest:
     reference_model: bool = False
     keeps_kv: bool = False
     reward_s: float = 0.0
+    held_s: float = 0.0
     tail: Tail = "soft"
     quick: bool = False
     for_launch: bool = False
@@ -88,12 +89,13 @@ def plan(request: PlanRequest) -> None:
     lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens)
     demand = workload.specify(
         request.workload,
-        lengths.workload(),
+        lengths,
         num_groups=request.num_groups,
         group_size=request.group_size,
         reference_model=request.reference_model,
         keeps_kv=request.keeps_kv,
         reward_s=request.reward_s,
+        held_s=request.held_s,
     )
     spec = _spec(request, model, demand)
     with console.status("planning"):

@@ -93,12 +93,12 @@ def stock_problem(
         or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]
     if not kinds:
-        raise PlanError(no_room(stock, node_sizes, model, workload, "roll out"))
+        raise PlanError(no_room(stock, node_sizes, model, workload, "roll out", launchable))
     plans = training_plans(
         stock, model, workload, node_sizes=node_sizes, across=across or {}, inside=inside, launchable=bool(launchable)
     )
     if not plans:
-        raise PlanError(no_room(stock, node_sizes, model, workload, "train"))
+        raise PlanError(no_room(stock, node_sizes, model, workload, "train", launchable))
     return Problem(
         supplies=supplies(stock, node_sizes),
         replica_kinds=tuple(kinds),

@@ -183,6 +183,10 @@ def _simulated(plan: Plan) -> Iterator[str]:
             f"The simulation disagrees with the formula: it reaches {part:.0%} of the predicted rate."
             " Throughput and cost are the simulated ones; the search may have misjudged other plans to the same extent."
         )
+    target = plan.problem.target_steps_per_s
+    if target is not None and plan.simulated_steps_per_s < target:
+        short = 1 - plan.simulated_steps_per_s / target
+        yield f"The simulated rate misses the target by {short:.1%}: plan with a --target that is higher by as much."
 
 
 def _limits(plan: Plan) -> Iterator[str]:

@@ -32,6 +32,7 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read a finished, running or interrupted run; whatever has not been written yet is empty. Raises ``RunError`` if
     it is not a run directory, or one of its files is damaged."""
     config = read_config(run_dir)
+    refuse_comparison(run_dir, config)
     meta = config.pop("meta")
     redactor, timeline = Redactor(config), read_timeline(run_dir)
     failures = (f._replace(reason=printable(" ".join(redactor.text(f.reason).split()))) for f in timeline.failures)
@@ -59,6 +60,12 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not isinstance(config.get("meta"), dict):
         raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
     return config
+
+
+def refuse_comparison(run_dir: Path, config: Mapping[str, Any]) -> None:
+    """Raise ``RunError`` with the runs of a comparison, if this is one."""
+    if runs := [str(run_dir / name) for name in config.get("variants") or () if (run_dir / name).is_dir()]:
+        raise RunError(f"{run_dir} is a comparison; give one of its runs: {', '.join(runs)}")
 
 
 def read_timeline(run_dir: Path) -> Timeline:

@@ -21,7 +21,7 @@ from rollover.hf.pieces import pieces
 from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
 from rollover.privacy import HIDDEN
 from rollover.report.measures import mean_reward
-from rollover.report.record import JOURNAL, read_config
+from rollover.report.record import JOURNAL, read_config, refuse_comparison
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, append_segment
@@ -105,6 +105,8 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
     """Read the batch that a step trained; the newest one if ``step`` is None. Raises ``RunError`` if there is no
     journal, or no such batch."""
     journal = run_dir / JOURNAL
+    if not journal.is_file():
+        refuse_comparison(run_dir, read_config(run_dir))
     batches: dict[int, tuple[int, ...]] = {}
     untrained: dict[int, Mapping[WasteCause, int]] = {}
     for _, event in read_events(journal, effective=True, tokens=False):

@@ -100,10 +100,6 @@ class SampleTrace:
     def num_resumes(self) -> int:
         return sum(s.finish_reason is FinishReason.ABORT for s in self.spans[:-1])
 
-    @property
-    def oldest_version(self) -> int | None:
-        return min((s.policy_version for s in self.spans if s.num_tokens), default=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WastePoint:

@@ -49,8 +49,8 @@ class SwarmConfig(EngineConfig):
     lease_s: Changeable[float] = 15.0
     """Seconds without a message from a worker after which other workers continue its calls; at least 1."""
     away_timeout_s: Changeable[float] = 3600.0
-    """Seconds that the run waits for workers, beyond `rollout.stall_timeout_s`, while none decodes: time to start them, or
-    for those that are away to come back."""
+    """Seconds that the run waits for workers, beyond `rollout.stall_timeout_s`, while none decodes: time to start them,
+    or for those that are away to come back."""
     abort_timeout_s: Changeable[float] = 10.0
     """Seconds that a worker may take to hand over stopped calls."""
     update_timeout_s: Changeable[float] = 600.0

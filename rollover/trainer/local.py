@@ -207,7 +207,8 @@ class LocalTrainer:
             **entropy_metrics(
                 data.lengths_B.cpu().numpy(), np.where(data.loss_mask_T.cpu().numpy() > 0, entropy_T, np.nan)
             ),
-            **_batch_metrics(data, minis),
+            "tokens/response": float(data.num_tokens),
+            "tokens/forward": float(sum(mini.num_positions for mini in minis)),
             **_kept_metrics(data, mass_T),
             **_route_metrics(data, config),
             **measured,
@@ -377,15 +378,6 @@ class LocalTrainer:
             raise refused
         if failed:
             raise PeerLost(f"{self._world} cannot continue: rank {failed[0]} failed")
-
-
-def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str, float]:
-    return {
-        "reward/mean": float(data.rewards_B.mean()),
-        "reward/std": float(data.rewards_B.std(correction=0)),
-        "tokens/response": float(data.num_tokens),
-        "tokens/forward": float(sum(mini.num_positions for mini in minis)),
-    }
 
 
 def _route_metrics(data: BatchTensors, config: TrainerConfig) -> dict[str, float]:

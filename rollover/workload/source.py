@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import ConfigError, DataError, RunError, nearest, parse_json
-from rollover.report.record import JOURNAL, read_config, read_timeline
+from rollover.report.record import JOURNAL, read_config, read_timeline, refuse_comparison
 from rollover.report.timeline import SampleTrace, Timeline
 from rollover.settings import schema, toml
 from rollover.workload.law import MAX_TOKENS, LengthLaw
@@ -134,9 +134,7 @@ def read_run(path: Path, timeline: Timeline | None = None) -> Trace:
     """
     config = read_config(path)
     if not (path / JOURNAL).is_file():
-        variants = [str(path / name) for name in config.get("variants") or () if (path / name / JOURNAL).is_file()]
-        if variants:
-            raise RunError(f"{path} is a comparison; give one of its runs: {', '.join(variants)}")
+        refuse_comparison(path, config)
         raise DataError(f"{path}: the trace is empty; the run has not decoded anything yet")
     try:
         cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.devices.workload import length_buckets, read_workload
+from rollover.devices.costs.passes import longest_tokens
+from rollover.devices.workload import length_buckets, specify
 from rollover.errors import DataError, PlanError
+from rollover.workload.source import PRESETS
+from rollover.workload.trace import Trace, TracePrompt
 
 SAMPLES = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
@@ -63,4 +66,18 @@ def test_lengths_that_cannot_be_are_refused(lengths: list[int]) -> None:
 @pytest.mark.parametrize("group_size", [0, 5_000_000])
 def test_groups_that_cannot_be_drawn_are_refused(group_size: int) -> None:
     with pytest.raises(PlanError, match=f"group_size must be at (least 1|most 4096), got {group_size}"):
-        read_workload("light-8k", num_groups=1, group_size=group_size)
+        specify("light-8k", PRESETS["light-8k"], num_groups=1, group_size=group_size)
+
+
+def test_a_long_trace_is_read_to_its_end() -> None:
+    """Rows of three sources, one after the other; one prompt is far longer than the others, and one response."""
+    lengths = [200] * 3000 + [12_000] * 6000
+    lengths[4001] = 15_000
+    prompts = tuple(
+        TracePrompt(prompt_id=str(i), prompt_tokens=8000 if i == 7003 else 100, lengths=(n,))
+        for i, n in enumerate(lengths)
+    )
+    trace = Trace(name="sorted", cap_tokens=16_384, prompts=prompts)
+    spec = specify("sorted", trace, num_groups=8, group_size=1)
+    assert spec.response_tokens == pytest.approx(np.mean(lengths), rel=0.01)
+    assert longest_tokens(spec) == 8000 + 15_000

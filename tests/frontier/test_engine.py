@@ -60,6 +60,8 @@ def test_devices_and_models_that_cannot_be_are_refused(model: str) -> None:
         of_device("h100-smx", model, LENGTHS, RolloutConfig(), tp=1)
     with pytest.raises(ConfigError, match="--tp must be between 1 and 8"):
         of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=16)
+    with pytest.raises(ConfigError, match=r"--tp 3: the 32 attention heads of .* cannot be divided by 3"):
+        of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=3)
     (Path(model) / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 3600}))
     with pytest.raises(ConfigError, match="do not fit on 1 x h100-sxm; raise --tp"):
         of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=1)
@@ -72,7 +74,7 @@ def test_a_pipeline_with_no_more_samples_than_stages_has_a_pace(model: str) -> N
     device = catalogue.packaged().surroundings(
         "rtx-4090", name="4090", node_size=1, network=network, price_per_hour=None
     )
-    workload = specify("lengths", LENGTHS.workload(0), num_groups=4, group_size=4)
+    workload = specify("lengths", LENGTHS, num_groups=4, group_size=4)
     for stages, at_most in itertools.product((1, 2, 4), range(1, 9)):
         costs = replica_costs(read_shape(model), workload, device, 1, stages)
         replica = engine_model(costs, pause_s=1.0, max_running=at_most)

@@ -39,6 +39,20 @@ def test_a_file_of_one_response_is_enough_however_short_the_run(steps: str, caps
     assert "[rollout]" in said and "1 of 1 prompts in one.jsonl have fewer lengths than a group of 4" in said
 
 
+def test_a_bound_that_leaves_synchronous_rollout_alone_is_a_study() -> None:
+    assert cli.main(["simulate", "tiny.toml", *QUICK[:-2], "--max-staleness", "0", "--json", "a.json"]) == 0
+    points = json.loads(Path("a.json").read_text())["points"]
+    assert "april" not in {p["strategy"] for p in points} and all(p["lag"] == 0 for p in points)
+
+
+def test_a_setting_without_a_limit_is_no_neighbour_of_others() -> None:
+    Path("s.toml").write_text(
+        "[engine]\nc0_s = 0.01\nb0 = 20.0\nmax_running = 8\n"
+        "[rollout]\nstrategy = 'concurrency'\nrollout_batch_size = 4\ngroup_size = 8\nmax_new_tokens = 120\n"
+    )
+    assert cli.main(["simulate", "tiny.toml", *QUICK[:4], "--scenario", "s.toml", "--strategies", "concurrency"]) == 0
+
+
 def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:
     Path("s.toml").write_text(
         "[engine]\nc0_s = 0.01\nb0 = 20.0\nreplicas = 2\n[trainer]\nbase_s = 0.5\n"

@@ -9,6 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from rollover.frontier.figures import _closed_form
 from rollover.frontier.report import HEAD, render_study, rows, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
@@ -87,6 +88,14 @@ def test_the_page_says_it_all_and_nothing_in_it_is_markup(found: Study) -> None:
     assert "&lt;i&gt;small&lt;/i&gt;" in page
     assert "<i>small" not in page
     assert "nothing here was measured" in page
+
+
+def test_what_the_closed_form_and_a_bound_do_not_say_is_not_shown(found: Study) -> None:
+    by_head = replace(found, setup=replace(found.setup, lag_of="head"))
+    assert _closed_form(found, 3.0) and not _closed_form(by_head, 3.0)
+    usual = render_study(found)
+    bounded = render_study(replace(found, setup=replace(found.setup, max_staleness=64)))
+    assert "never held it back" in usual and "never held it back" not in bounded
 
 
 def test_the_json_has_every_seed_and_no_infinity(found: Study) -> None:

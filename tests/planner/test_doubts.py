@@ -15,13 +15,14 @@ from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_page, sentences
 from rollover.planner.search import make_plan
+from rollover.workload.source import read_lengths
 from tests.planner.test_plan import QWEN_7B, fleet
 
 SMALL = parse(
     QWEN_7B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
     name="qwen-1.5b",
 )
-SPEC = workload.read_workload("light-8k", num_groups=32, group_size=8)
+SPEC = workload.specify("light-8k", read_lengths("light-8k"), num_groups=32, group_size=8)
 
 
 def nodes(count: int, gbit_s: float) -> Fleet:
@@ -90,7 +91,9 @@ def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> Non
     """Three nodes of one device, between which the weights take 72 s while a step takes 7 s."""
     entry = '[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 1\ncount = 3\n'
     spec = PlanSpec(
-        model=SMALL, workload=workload.read_workload("light-8k", num_groups=32, group_size=4), max_staleness=8
+        model=SMALL,
+        workload=workload.specify("light-8k", read_lengths("light-8k"), num_groups=32, group_size=4),
+        max_staleness=8,
     )
     slow = make_plan(fleet(f"network = {{ gbit_s = 0.5 }}\n{entry}"), spec)
     rows = {binding.row for binding in slow.solution.bindings}

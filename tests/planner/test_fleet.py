@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,13 @@ def test_relative_prices_are_a_currency_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"fleet.toml:8: nodes.0: price_per_hour of 'h800-sxm' is not known in USD"):
         parsed(text)
     assert parsed(text.replace("budget_per_hour = 90\n", "")).devices[0].price_per_hour is None
+
+
+def test_the_fleet_of_the_docs_is_one() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    text = docs.partition("```toml\n")[2].partition("```")[0]
+    found = parsed(re.sub("catalogues = .*", "", text))
+    assert (found.currency, [d.price_per_hour for d in found.devices]) == ("L20", [5.28, 1.7])
 
 
 def test_a_price_is_in_the_currency_that_it_was_given_in() -> None:

@@ -54,7 +54,7 @@ def fleet(text: str = FLEET) -> Fleet:
 
 @pytest.fixture(scope="module")
 def spec() -> workload.WorkloadSpec:
-    return workload.read_workload("math-16k", num_groups=64, group_size=8)
+    return workload.specify("math-16k", read_lengths("math-16k"), num_groups=64, group_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,13 @@ def test_shapes_are_those_of_the_solution(plan: Plan) -> None:
 def test_uniform_links_settle_in_one_round_at_the_optimisers_own_rate(plan: Plan) -> None:
     ((assumed, reached),) = plan.rounds
     assert reached == pytest.approx(assumed, rel=1e-6)
+
+
+def test_a_plan_whose_simulation_misses_the_target_says_so(plan: Plan) -> None:
+    rate = plan.solution.steps_per_s
+    for reached, said in ((0.92 * rate, "misses the target by 8.0%"), (1.01 * rate, "")):
+        aimed = replace(plan, problem=replace(plan.problem, target_steps_per_s=rate), simulated_steps_per_s=reached)
+        assert (said in render_page(aimed)) and ("misses the target" in render_page(aimed)) == bool(said)
 
 
 def test_narrow_links_are_found_by_the_placement_and_fed_back(spec: workload.WorkloadSpec) -> None:
@@ -180,7 +187,7 @@ def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workloa
 
 @pytest.mark.parametrize("name", ["math-16k", "light-8k"])
 def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> None:
-    spec = workload.read_workload(name, num_groups=64, group_size=8)
+    spec = workload.specify(name, read_lengths(name), num_groups=64, group_size=8)
     made = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
@@ -231,7 +238,7 @@ def small_plan(*nodes: tuple[str, int]) -> Plan:
     text = "network = { gbit_s = 0.1 }\n"
     for place, (device, number) in enumerate(nodes):
         text += f'[[nodes]]\nname = "n{place}"\ndevice = "{device}"\nnum_devices = {number}\n'
-    lengths = workload.read_workload("light-8k", num_groups=8, group_size=8)
+    lengths = workload.specify("light-8k", read_lengths("light-8k"), num_groups=8, group_size=8)
     return make_plan(fleet(text), PlanSpec(model=MODEL, workload=lengths, max_staleness=2))
 
 

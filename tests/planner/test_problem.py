@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -107,6 +108,19 @@ def test_a_model_that_fits_nowhere_is_told_with_what_it_needs(hbm_bytes: float, 
         stock_problem({device(hbm_bytes=hbm_bytes): count}, MODEL, workload(), max_staleness=1)
     assert str(caught.value).startswith(message)
     assert "add devices of one type, or use devices with more memory" in str(caught.value)
+
+
+def test_what_rollover_cannot_launch_is_not_said_to_fit() -> None:
+    """Pipelines of training would, and replicas over several devices."""
+    for act, server, hbm_bytes in (("train", "vllm", 2e9), ("roll out", "embedded_server", 1.5e9)):
+        stock = {device(hbm_bytes=hbm_bytes): 16}
+        stock_problem(stock, MODEL, workload(), max_staleness=1)
+        with pytest.raises(PlanError) as caught:
+            stock_problem(stock, MODEL, workload(), max_staleness=1, launchable=server)
+        said = str(caught.value)
+        assert f"cannot {act} on any device of this fleet in shapes that rollover launch can run" in said
+        needed, usable = re.search(r"([\d.]+) GiB per device.*, ([\d.]+) of", said).groups()
+        assert float(needed) > float(usable)
 
 
 def test_a_bound_below_zero_is_refused() -> None:

@@ -98,7 +98,7 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
         trained_step=1,
     )
     assert trace.finished
-    assert (trace.num_tokens, trace.num_resumes, trace.oldest_version) == (16, 1, 0)
+    assert (trace.num_tokens, trace.num_resumes) == (16, 1)
 
 
 def test_saved_progress_does_not_cut_a_span() -> None:
@@ -138,7 +138,7 @@ def test_a_sample_still_parked_has_a_gap_up_to_the_last_event() -> None:
 def test_a_version_without_tokens_divides_nothing() -> None:
     events: list[Event] = [opened(0, 1), started(0, 0, 1.0, 0), ended(0, 0, 1.0, 1.0, 0, 0, ABORT)]
     timeline = Timeline.of(events)
-    assert timeline.samples[0].gaps == () and timeline.samples[0].oldest_version is None
+    assert timeline.samples[0].gaps == ()
     assert measures.lag(timeline.steps) is None
     assert measures.lengths(measures.generated_lengths(timeline.samples)) is None
 

@@ -7,6 +7,8 @@ import pytest
 
 from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
+from rollover.report.record import read_run as report_of
+from rollover.report.samples import read_batch
 from rollover.rollout.events import Event, GroupDropped, GroupOpened, Observed, SegmentEnded
 from rollover.rollout.journal import Journal
 from rollover.types import FinishReason, Observation, Prompt, SampleId
@@ -94,7 +96,8 @@ def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="has not decoded anything yet"):
         read_run(both)
     run_of(both / "y", opened(0, "a"))
-    with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'y'}$"):
-        read_run(both)
+    for read in (read_run, read_batch, report_of):
+        with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'y'}$"):
+            read(both)
     with pytest.raises(RunError, match=r"lacks rollout.max_new_tokens"):
         read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}, "meta": {}}))

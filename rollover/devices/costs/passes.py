@@ -39,4 +39,5 @@ def batch_tokens(workload: WorkloadSpec) -> float:
 
 def longest_tokens(workload: WorkloadSpec) -> float:
     """Count the tokens of the longest sequence, its prompt included."""
-    return workload.prompt_tokens + max(bucket.max_tokens for bucket in workload.buckets)
+    longest_prompt = max(workload.prompt_tokens, workload.longest_prompt_tokens)
+    return longest_prompt + max(bucket.max_tokens for bucket in workload.buckets)

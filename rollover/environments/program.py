@@ -45,6 +45,8 @@ def main() -> None:
     try:
         _call(given["function"], given["row"])
     except SystemExit as end:
+        if isinstance(end.code, str):  # as Python does for a script
+            print(end.code, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else bool(end.code))
 

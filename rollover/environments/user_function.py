@@ -32,9 +32,11 @@ _MEND = "; move script code under `if __name__ == '__main__':`"
 _GENERATORS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-def check_import(path: str) -> None:
-    """Raise ``DataError`` when importing the function's module ends the process or never ends."""
+def import_in_run(path: str, what: str = "function") -> Callable[..., Any]:
+    """Import as ``import_function`` does, into the run itself: also ``DataError`` when importing the module ends the
+    process or never ends."""
     _check_import(path.partition(":")[0], os.getcwd())
+    return import_function(path, what)
 
 
 @cache

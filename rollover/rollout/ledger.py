@@ -273,6 +273,8 @@ class Ledger:
         sample = self.sample(sample_id)
         assert sample.state is ACTING, f"{sample_id} is {sample.state}, not acting"
         del self.acting[sample_id]
+        if sample.observations:  # an environment goes on from its newest state; the journal has all of them
+            sample.observations[-1] = sample.observations[-1]._replace(state="")
         sample.observations.append(observation)
         sample.num_observed += len(observation.token_ids)
         sample.turn_start = sample.num_tokens

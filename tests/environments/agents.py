@@ -73,6 +73,10 @@ def fails(row: Row) -> None:
     sys.exit(3)
 
 
+def explains(row: Row) -> None:
+    sys.exit("no API key")
+
+
 def hoards(row: Row) -> None:
     counts(row | {"turns": 1})
     bytearray(2**31)

@@ -32,6 +32,10 @@ class JudgeServer:
         self.headers: list[str] = []
         self.num_open = self.most_open = 0
         self.url = ""
+        self.tasks = set[asyncio.Task[None]]()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.tasks.add(asyncio.ensure_future(self.serve(reader, writer)))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -72,9 +76,12 @@ class JudgeServer:
 @asynccontextmanager
 async def judge_server(script: Script) -> AsyncIterator[JudgeServer]:
     server = JudgeServer(script)
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
     try:
         yield server
     finally:
         listening.close()
+        for task in server.tasks:
+            task.cancel()
+        await asyncio.gather(*server.tasks, return_exceptions=True)

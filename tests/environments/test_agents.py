@@ -275,16 +275,19 @@ async def test_a_command_gets_its_row_and_its_own_environment(
         "import json, os, sys, httpx\n"
         "assert json.load(sys.stdin) == json.loads(os.environ['ROLLOVER_ROW']) == {'start': 5}\n"
         "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
-        "said = os.environ.get('PYTHONPATH', 'none')\n"
+        "said = os.environ.get('PYTHONPATH', 'none') + os.environ['no_proxy'] + os.environ['NO_PROXY']\n"
         "body = {'messages': [{'role': 'user', 'content': said}]}\n"
         "httpx.post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json=body, headers=key, timeout=60)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intern.al")
     plain: Any = Plain()
     config = AgentConfig(command=(*around, sys.executable, "-c", program))
     actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain)
-    assert content(await actor.act(episode(), 0.0)) == str(tmp_path), "and nothing of the run's"
+    assert content(await actor.act(episode(), 0.0)) == str(tmp_path) + 2 * "intern.al,127.0.0.1", (
+        "and nothing of the run's"
+    )
     await actor.close()
 
 
@@ -297,6 +300,13 @@ async def test_a_script_that_cannot_be_started_is_named(tmp_path: Path, capfd: p
         with pytest.raises(RewardError, match=r"turn 0: the program died \(exit code 126\)"):
             await actor.act(episode(), 0.0)
     assert capfd.readouterr().err == f"environment.command: {script} cannot be started: Exec format error\n"
+
+
+async def test_what_a_function_exits_with_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    async with acting("explains") as actor:
+        with pytest.raises(RewardError, match=r"turn 0: the program died \(exit code 1\)"):
+            await actor.act(episode(), 0.0)
+    assert capfd.readouterr().err == "no API key\n"
 
 
 async def test_the_packaged_program_works_a_sum_out() -> None:

@@ -111,6 +111,8 @@ def test_a_reply_has_the_calls_of_the_turn_under_ids_that_follow_from_it() -> No
     assert one.content == "let me see" and one.finish_reason == "tool_calls"
     assert [call["id"] for call in one.tool_calls] == ["call_3_0", "call_3_1"]
     assert json.loads(one.tool_calls[0]["function"]["arguments"]) == {"a": 1}
+    thought = "<think>a <tool_call>?</think>so"
+    assert (reply(thought + CALL, tools=[CALC]).content, len(reply(thought + CALL, tools=[CALC]).calls)) == (thought, 1)
     assert reply(CALL).content == CALL, "the program has no tools"
     broken = "<tool_call>{</tool_call>"
     assert (reply(broken, tools=[CALC]).content, reply(broken, tools=[CALC]).calls) == (broken, ())

@@ -42,6 +42,12 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
     return answers
 
 
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of these tests can be imported here."""
+    monkeypatch.setattr("rollover.environments.user_function._check_import", lambda *found: None)
+
+
 @pytest.mark.parametrize(
     ("text", "answers"),
     [
@@ -60,6 +66,9 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
         (call("half"), ["a\ufffdb"]),
         ('<tool_call>{"name": "echo", "arguments": "{\\"text\\": \\"a\\\\ud83d\\"}"}</tool_call>', ["a\ufffd"]),
         ("#### 46", []),
+        (f"<think>within <tool_call></tool_call>: {call('fail')}</think>{call('add', a=1, b=2)}", ["3"]),
+        (f"The <tool_call> tag, then. {call('add', a=1, b=2)}", ["3"]),
+        ("<think>I need no <tool_call></think>It is 4, without a <tool_call>.", []),
     ],
 )
 def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequence[str]) -> None:
@@ -104,7 +113,9 @@ def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
     assert stepped(in_json, '{"name": "add", "arguments": {"a": 1, "b": 2}}')[0]["text"] == "3"
     two = '```json\n[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "fail"}]\n```'
     assert stepped(in_json, two)[0]["text"].startswith("3\nError")
-    assert stepped(in_json, "done.")[0]["done"]
+    assert stepped(in_json, f"```python\nadd(1, 2)\n```\nand now\n{two}")[0]["text"].startswith("3\nError")
+    for said in ("done.", "```python\n1\n```\nor\n```python\n2\n```", f"<think>{two}</think>done."):
+        assert stepped(in_json, said)[0]["done"]
     own = replace(TOOLS, parser=f"{HERE}:plus")
     assert [a["text"] for a in stepped(own, "1+2", "nothing")] == ["3", ""]
 
@@ -258,7 +269,7 @@ def test_what_async_code_keeps_can_be_used_at_the_next_turn() -> None:
         answers = [
             turn["text"] for found in threads.map(lambda _: stepped(counting, *turns), range(2)) for turn in found
         ]
-    assert answers == ["2"] * 4
+    assert answers == ["1"] * 4, "all of it has one loop"
 
 
 def test_a_tool_is_offered_under_the_name_that_calls_of_it_have() -> None:

@@ -95,6 +95,10 @@ async def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ("Score: \u2212.5", {"range": (-5, 5)}, -0.5),
         ("Score: 0.8/1.0.", {}, 0.8),
         ("Score: **4** out of 5", {"range": (0, 5)}, 4.0),
+        ("Score (0-1): 0.8", {}, 0.8),
+        ("Score [0, 1]: **0.9**", {}, 0.9),
+        ("score (1 to 10) = 8", {"range": (1, 10)}, 8.0),
+        ("Score: (0.3)", {}, 0.3),
         ("<think>Score: 1?</think>\nThe <think> is empty. Score: 0.5", {}, 0.5),
         ('{"points": 1}</think>{"points": 0.5}', {"json_key": "points"}, 0.5),
         ("1</think>0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
@@ -109,7 +113,10 @@ async def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings
     [
         ("I refuse.", {}, "the judge's reply has no score: I refuse."),
         ("Score: 7", {}, "the judge's score of 7 is outside reward.range"),
-        *((f"Score: {odd}", {}, "has no score") for odd in ("1/10", "1 out of 10", "1%", "1e-1", "0,5", "1.0.1")),
+        *(
+            (f"Score: {odd}", {}, "has no score")
+            for odd in ("1/10", "1 out of 10", "1%", "1e-1", "0,5", "1.0.1", "0.5-0.7", "0 to 1")
+        ),
         ("Underscore 1", {}, "has no score"),
         ("Score: 1e400", {"pattern": r"\S+$"}, "the judge's score of inf is outside"),
         ("nan", {"pattern": r"\S+$"}, "the judge's score of nan is outside"),
@@ -197,6 +204,15 @@ async def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: in
         with pytest.raises(RewardError, match=f"answered {status}: too long"):
             await score("abcd")
         assert len(server.requests) == 3, "and is not tried again"
+
+
+async def test_what_a_judge_has_proved_outlasts_a_restart(tmp_path: Path) -> None:
+    answers = iter(["Score: 1", Answer(400, b"too long")])
+    async with judging(lambda body: next(answers), folder=tmp_path) as (scorer, _):
+        assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
+    async with judging(lambda body: next(answers), folder=tmp_path) as (scorer, _):
+        with pytest.raises(RewardError, match="answered 400: too long"):
+            await scorer.score(trajectory(prompt(q="?", a="2"), "abcd"))
 
 
 async def test_a_judge_that_is_silent_or_gone_fails_its_sample_by_name() -> None:

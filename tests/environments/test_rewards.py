@@ -65,6 +65,7 @@ async def test_a_response_goes_to_a_process_without_a_copy() -> None:
         ("hashes", "1 + 1 = 2", None),
         ("tag", "<answer>1</answer> no: <answer>\n2 </answer>.", "2"),
         ("tag", "<answer>2", None),
+        ("tag", "in <answer> tags: <answer>5</answer>", "5"),
         ("last_line", "a\n\n b \n\n", "b"),
         ("last_line", " \n", None),
     ],

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rollover.environments import user_function
+from rollover.environments.episodes.instances import ClassConfig
+from rollover.environments.episodes.tools import ToolsConfig
 from rollover.environments.rewards import FunctionConfig
 from rollover.environments.rewards.base import RewardSpec
-from rollover.environments.user_function import check_import
 from rollover.errors import DataError
 from tests.speed import within
 
@@ -50,4 +51,14 @@ def test_what_an_import_raises_is_left_for_the_import_in_the_run_to_tell(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("fine.py").write_text(code)
-    check_import("fine:f")
+    user_function._check_import("fine", str(tmp_path))
+
+
+def test_a_tool_that_never_can_be_imported_is_no_template_s_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("serves.py").write_text("import os\nos._exit(0)\n")
+    for settings in (ToolsConfig(functions=("serves:search",)), ClassConfig(factory="serves:Search")):
+        with pytest.raises(DataError, match=r"imports the module 'serves' died \(exit code 0\)"):
+            settings.schemas()

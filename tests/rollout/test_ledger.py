@@ -407,6 +407,16 @@ def test_check_finds_what_does_not_add_up(harm: Any) -> None:
         ledger.check()
 
 
+def test_of_an_episode_only_the_newest_state_is_held() -> None:
+    ledger, one = Ledger(), SampleId(0, 0)
+    ledger.apply(opened(0))
+    for turn in range(3):
+        ledger.apply(started(one))
+        ledger.apply(ended(one, 2, FinishReason.TURN))
+        ledger.apply(Observed(0.0, one, Observation((7,), state=f"after {turn}")))
+    assert [answer.state for answer in ledger.sample(one).observations] == ["", "", "after 2"]
+
+
 def test_the_start_version_is_that_of_the_first_sample_sent() -> None:
     ledger = Ledger([opened(0, size=2), published(3), started(A, 3), published(4), started(B, 4)])
     assert ledger.groups[0].start_version == 3

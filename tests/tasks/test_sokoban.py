@@ -59,7 +59,7 @@ def test_an_episode_ends_solved_or_at_an_impossible_move() -> None:
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of these tests can be imported here."""
-    monkeypatch.setattr("rollover.tasks.sources.generated.check_import", lambda path: None)
+    monkeypatch.setattr("rollover.environments.user_function._check_import", lambda *found: None)
 
 
 def boxes(**fields: Any) -> GeneratedConfig:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rollover.environments.episodes.base import EnvironmentSettings, LiveEpisode
 from rollover.environments.episodes.tools import PARSERS
-from rollover.environments.user_function import PATH, check_import, import_function
+from rollover.environments.user_function import PATH, import_in_run
 from rollover.errors import DataError, require
 from rollover.settings.changes import Changeable
 
@@ -62,8 +62,7 @@ class AgentConfig(EnvironmentSettings):
         require("uvicorn", purpose="environment.kind 'agent'")
         for path in (self.function, None if self.parser in PARSERS else self.parser):
             if path is not None:
-                check_import(path)
-                import_function(path)
+                import_in_run(path)
         if self.command and shutil.which(self.command[0]) is None:
             raise DataError(f"environment.command: there is no executable {self.command[0]!r}; give its path")
 

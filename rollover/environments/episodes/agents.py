@@ -201,7 +201,8 @@ class AgentActor:
         guest, config = Guest(write=partial(source.write, row)), source.config
         limit = config.max_memory_gib
         key = self._door.let_in(guest)
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))  # a proxy is not for this address
+        own = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        direct = own if own == "*" else f"{own},127.0.0.1".lstrip(",")  # a proxy is not for this address
         variables = dict(os.environ) | {"NO_PROXY": direct, "no_proxy": direct}
         variables |= {"OPENAI_BASE_URL": self._door.url, "OPENAI_API_KEY": key}
         program = {name: getattr(config, name) for name in ("command", "function", "max_memory_gib")}

@@ -157,25 +157,18 @@ def step(live: LiveEpisode, action: Action, role: str) -> Outcome:
 
 
 def awaited(value: Any) -> Any:
-    """Return what the user's code has returned, once it is there if that code is ``async``. All that the main thread
-    awaits is awaited in one event loop, and all that other threads await in another: what ``async`` code keeps, such as
-    a connection, belongs to its loop."""
+    """Return what the user's code has returned, once it is there if that code is ``async``. All of it is awaited in one
+    event loop, which goes on between two turns: what ``async`` code keeps, such as a connection, belongs to its
+    loop."""
     if not inspect.isawaitable(value):
         return value
 
     async def wait() -> Any:
         return await value
 
-    if threading.current_thread() is threading.main_thread():
-        return _main_runner().run(wait())
     with _starting:
         loop = _shared_loop()
     return asyncio.run_coroutine_threadsafe(wait(), loop).result()
-
-
-@cache
-def _main_runner() -> asyncio.Runner:
-    return asyncio.Runner()
 
 
 @cache

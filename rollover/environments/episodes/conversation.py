@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollover.environments.episodes.base import RefusedAnswer
-from rollover.environments.episodes.tools import ToolCall
+from rollover.environments.episodes.tools import ToolCall, before_calls
 
 _ROLES = {"system", "user", "assistant", "tool"}
 _MOST_LEVELS = 100
@@ -213,8 +213,7 @@ def reply_to(
     calls = tuple(read(text)) if request.may_call else ()
     if not calls or any(call.problem for call in calls):
         return ChatReply(number, text, (), *sizes)
-    said = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
-    reply = ChatReply(number, said, calls, *sizes)
+    reply = ChatReply(number, before_calls(text), calls, *sizes)
     try:
         _ = reply.message
     except (RefusedRequest, RecursionError):  # its calls are nested too deep to come back in a request

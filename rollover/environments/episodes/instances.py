@@ -18,7 +18,7 @@ from rollover.environments.episodes.base import (
     read_outcome,
 )
 from rollover.environments.episodes.tools import describe
-from rollover.environments.user_function import PATH, check_import, import_function
+from rollover.environments.user_function import PATH, import_function, import_in_run
 from rollover.errors import DataError
 
 
@@ -65,7 +65,7 @@ class ClassConfig(EnvironmentSettings):
 
     @property
     def demonstrates(self) -> bool:
-        return callable(getattr(import_function(self.factory), "demonstrate", None))
+        return callable(getattr(import_in_run(self.factory), "demonstrate", None))
 
     @property
     def recovers_by(self) -> Recovery:
@@ -76,7 +76,7 @@ class ClassConfig(EnvironmentSettings):
         return self.reset_in_prompt
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        offered = getattr(import_function(self.factory), "offered_tools", lambda **params: ())
+        offered = getattr(import_in_run(self.factory), "offered_tools", lambda **params: ())
         try:
             functions = tuple(offered(**self.params))
         except Exception as error:  # the user's code may raise anything
@@ -85,8 +85,7 @@ class ClassConfig(EnvironmentSettings):
         return tuple(describe(function) for function in functions)
 
     def check(self) -> None:
-        check_import(self.factory)
-        factory = import_function(self.factory)
+        factory = import_in_run(self.factory)
         needed = ("reset", "step", *(("snapshot", "restore") if self.keeps_state else ()))
         missing = [name for name in needed if not callable(getattr(factory, name, None))]
         if inspect.isclass(factory) and missing:

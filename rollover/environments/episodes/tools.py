@@ -20,12 +20,14 @@ from rollover.environments.episodes.base import (
     awaited,
     whole,
 )
-from rollover.environments.user_function import PATH, check_import, import_function, parameters_of
+from rollover.environments.user_function import PATH, import_function, import_in_run, parameters_of
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_INSIDE = "(?:(?!<tool_call>).)*"
+_HERMES = re.compile(rf"<tool_call>(?:({_INSIDE}?)</tool_call>|(\s*[{{\[]{_INSIDE})$)", re.DOTALL)
+"""A call, of which only the end may be missing: the tag alone may be a word of the text."""
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_CALLS = 32
 """Calls of one turn that are made."""
@@ -59,9 +61,9 @@ class ToolsConfig(EnvironmentSettings):
     is, a dataclass by its fields, anything else as JSON. An exception is an answer too. The chat template gets name,
     parameters and docstring of each: annotate and describe (Google style) every parameter."""
     parser: str = "hermes"
-    """Way in which calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``),
-    ``json`` (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of
-    yours, which gets the text and returns a list of ``(name, arguments)``."""
+    """Way in which calls are read in a turn, after its thoughts (``</think>``): ``hermes`` (``<tool_call>{"name": ...,
+    "arguments": ...}</tool_call>``), ``json`` (the turn, or each block of code in it, is such an object or a list of
+    them), or ``"module:function"`` of yours, which gets the whole text and returns a list of ``(name, arguments)``."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of the tools' answers; ``user`` for chat templates without a place for ``tool``."""
     threads: Changeable[int] = 16
@@ -89,15 +91,14 @@ class ToolsConfig(EnvironmentSettings):
         return self.threads
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(describe(import_function(path, "tool"), path.partition(":")[2]) for path in self.functions)
+        return tuple(describe(import_in_run(path, "tool"), path.partition(":")[2]) for path in self.functions)
 
     def check(self) -> None:
-        for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
-            check_import(path)
-        call_reader(self.parser)
+        if self.parser not in PARSERS:
+            import_in_run(self.parser)
         for path in self.functions:
             unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-            if by_position := [p.name for p in parameters_of(path, import_function(path, "tool")) if p.kind in unnamed]:
+            if by_position := [p.name for p in parameters_of(path, import_in_run(path, "tool")) if p.kind in unnamed]:
                 name = f"tool {path} takes {by_position[0]!r}"
                 raise DataError(f"{name} by position, but a call names its arguments; make it an ordinary parameter")
 
@@ -208,12 +209,25 @@ def call_reader(parser: str) -> Callable[[str], list[ToolCall]]:
     return read
 
 
+def before_calls(text: str) -> str:
+    """Return what a turn says before its first call in tags; all that it thinks is a part of it."""
+    found = _HERMES.search(text, len(text) - len(_spoken(text)))
+    return text[: found.start()].strip() if found else ""
+
+
+def _spoken(text: str) -> str:
+    """Return the turn without its thoughts, which may rehearse calls."""
+    return text.rpartition("</think>")[2]
+
+
 def _hermes(text: str) -> list[ToolCall]:
-    return [_call(found) for found in _HERMES.findall(text)]
+    return [_call(whole or begun) for whole, begun in _HERMES.findall(_spoken(text))]
 
 
 def _json(text: str) -> list[ToolCall]:
-    parts = _FENCED.findall(text) or ([text] if text.strip()[:1] in ("{", "[") else [])
+    spoken = _spoken(text)
+    blocks = [block for language, block in _FENCED.findall(spoken) if language.strip() in ("", "json")]
+    parts = blocks or ([spoken] if spoken.strip()[:1] in ("{", "[") else [])
     return [call for part in parts for call in _calls(part)]
 
 

@@ -81,7 +81,7 @@ def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> st
             lines = text.strip().splitlines()
             return lines[-1].strip() if lines else None
         case "tag":
-            found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+            found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, flags=re.DOTALL)
             return found[-1].strip() if found else None
         case "pattern":
             assert pattern is not None

@@ -15,8 +15,8 @@ from rollover.environments.user_function import (
     ALWAYS_GIVEN,
     PATH,
     accepted_names,
-    check_import,
     import_function,
+    import_in_run,
     is_async,
     required_names,
 )
@@ -77,11 +77,11 @@ class FunctionConfig(RewardSettings):
 
     def needed_columns(self) -> tuple[str, ...]:
         """Return the arguments without a default, except the arguments that every function receives."""
-        check_import(self.function)
+        import_in_run(self.function)
         return required_names(self.function, given=self.params)
 
     def check(self, spec: RewardSpec) -> None:
-        check_import(self.function)
+        import_in_run(self.function)
         self.build(spec)
 
 

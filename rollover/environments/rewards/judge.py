@@ -27,7 +27,7 @@ from rollover.environments.columns import joined, read_column, read_conversation
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue, read_rewards
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
-from rollover.environments.user_function import check_import, import_function
+from rollover.environments.user_function import import_function, import_in_run
 from rollover.errors import DataError, RewardError
 from rollover.privacy import HIDDEN, make_private
 from rollover.settings.changes import Changeable
@@ -42,7 +42,8 @@ Response:
 
 Explain your judgement briefly. Then write one last line, "Score: x", where x is a number from {low} to {high}."""
 _PATTERN = (
-    r"(?i)(?<![a-z])score\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))(?![\w%]|[.,]\d|\s*(?:/|%|out of|of)\s*)"
+    r"(?i)(?<![a-z])score(?:\s*[(\[][^)\]\n]*[)\]])?\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))"
+    r"(?![\w%]|[.,]\d|[-\u2013]\d|\s+to\s+\d|\s*(?:/|%|out of|of)\s*)"
 )
 _PLACES = re.compile(r"\{(prompt|response|answer|rubric|low|high)\}")
 _ANY_PLACE = re.compile(r"\{(\w+)\}")
@@ -99,7 +100,7 @@ class JudgeConfig(RewardSettings):
     params: dict[str, Any] = field(default_factory=dict)
     """Further entries of the request, such as ``{ chat_template_kwargs = { enable_thinking = false } }``."""
     concurrency: Changeable[int] = 8
-    """Number of requests that are open at the same time."""
+    """Number of requests of a source that are open at the same time."""
     api_key_env: Changeable[str | None] = None
     """Name of the environment variable that holds the API key."""
     timeout_s: Changeable[float] = 120.0
@@ -156,7 +157,7 @@ class JudgeConfig(RewardSettings):
 
     def check(self, spec: RewardSpec) -> None:
         if self.parser is not None:
-            check_import(self.parser)
+            import_in_run(self.parser)
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise DataError(f"reward.api_key_env: the environment variable {self.api_key_env} is not set")
         if self.api_key_env is not None and not re.fullmatch(r"[!-~]+", os.environ[self.api_key_env]):
@@ -232,7 +233,7 @@ class JudgeReward:
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Send the request. Raises ``RewardError`` for a failure that may pass, ``RefusedReward`` for a reply that was
-        cut, and ``MisshapenReward`` when the server refuses the request itself."""
+        cut, and ``MisshapenReward`` when the server refuses the request itself and none is known to have succeeded."""
         url, content = f"{self._config.url.rstrip('/')}/chat/completions", bytearray()
         try:
             async with self._http.stream("POST", url, json=body) as answer:
@@ -247,7 +248,7 @@ class JudgeReward:
         if answer.status_code != 200:
             problem = f"{url} answered {answer.status_code}: {self._shown(content.decode(errors='replace'))}"
             if answer.status_code < 500 and answer.status_code not in _TRANSIENT:
-                raise MisshapenReward(problem)
+                raise (RefusedReward if self._replies.has_any() else MisshapenReward)(problem)
             wait_s = _seconds(answer.headers.get("Retry-After", ""))
             self.ready_at_s = max(self.ready_at_s, asyncio.get_running_loop().time() + wait_s)
             raise RewardError(problem)
@@ -311,6 +312,9 @@ class _Replies:
     def get(self, body: dict[str, Any]) -> str | None:
         row = self._db.execute("SELECT reply FROM replies WHERE request = ?", (_digest(body),)).fetchone()
         return None if row is None else str(row[0])
+
+    def has_any(self) -> bool:
+        return bool(self._db.execute("SELECT EXISTS (SELECT 1 FROM replies)").fetchone()[0])
 
     def put(self, body: dict[str, Any], reply: str) -> None:
         with suppress(sqlite3.OperationalError):  # a full disk: the reply counts, and may be asked for again

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollover.environments.rewards.extraction import answer_text
-from rollover.environments.user_function import check_import, import_function
+from rollover.environments.user_function import import_in_run
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnSettings
 from rollover.tasks.rows import DatasetRows
@@ -33,7 +33,6 @@ class GeneratedConfig(SourceSettings):
     """Keyword arguments of ``function``."""
 
     def open(self, seed: int) -> DatasetRows:
-        check_import(self.function)
         return GeneratedRows(self.function, self.params, seed)
 
     def column_settings(self) -> ColumnSettings:
@@ -56,7 +55,7 @@ class GeneratedRows:
     num_rows = None
 
     def __init__(self, path: str, params: Mapping[str, Any], seed: int) -> None:
-        self._function: Callable[..., Any] = import_function(path)
+        self._function: Callable[..., Any] = import_in_run(path)
         self._path, self._params, self._seed = path, params, seed
 
     def __getitem__(self, row: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def frontier(study: Study) -> Figure:
     chosen = dict.fromkeys(study.points.index(advice.chosen) for advice in study.advice)
     for place, index in enumerate(chosen):
         data.append({**_mark(study.points[index], "recommended", "star"), "showlegend": place == 0})
-    ceiling = study.setup.ceiling / study.sync.mean("tokens_per_s")
+    ceiling = study.ceiling / study.sync.mean("tokens_per_s")
     tallest = max(p.gain.mean for p in study.points)
     if ceiling < 2.5 * tallest:
         dashed = {"color": "--soft", "width": 1.6, "dash": "dash"}

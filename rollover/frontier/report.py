@@ -51,7 +51,7 @@ bias are always shown together."""
 
 def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
     """Return one row per setting; the columns are ``HEAD``'s."""
-    ceiling = study.setup.ceiling
+    ceiling = study.ceiling
     return [
         (p, (label(p.config) + _mark(study, p), *(shown(p, ceiling) for shown in _FIGURES.values())))
         for p in study.points
@@ -185,7 +185,7 @@ def assumptions(study: Study) -> list[str]:
 
 def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
     advice, sync, theory = study.advice[-1], study.sync, study.theory
-    ceiling = study.setup.ceiling / sync.mean("tokens_per_s")
+    ceiling = study.ceiling / sync.mean("tokens_per_s")
     strategy, _, value = label(advice.config).partition(" ")
     value = value.replace("=", " = ") or "on-policy"
     knob = advice.config.strategy.knob
@@ -213,7 +213,7 @@ def study_json(study: Study) -> str:
         "scenario": asdict(setup.scenario),
         "rollout": asdict(setup.rollout),
         "assumptions": assumptions(study),
-        "ceiling_tokens_per_time": setup.ceiling,
+        "ceiling_tokens_per_time": study.ceiling,
         "theory": asdict(study.theory),
         "instead": study.instead,
         "points": [_point_json(p) for p in study.points],

@@ -117,26 +117,6 @@ class Setup:
     def cap_tokens(self) -> int:
         return self.lengths.cap_tokens
 
-    @property
-    def ceiling(self) -> float:
-        """Return the trained tokens per unit of time that no schedule exceeds: of replicas that never wait, in batches
-        so large that only caches are read, or of a trainer that never waits, if that is slower."""
-        decoded = sum(r.most_tokens_per_s for r in self.scenario.replicas)
-        tokens = self.batch_tokens
-        trainer_s = self.scenario.trainer.base_s + self.scenario.trainer.s_per_token * tokens
-        return min(decoded, tokens / trainer_s if trainer_s else math.inf)
-
-    @property
-    def batch_tokens(self) -> float:
-        """Return the mean number of tokens of a batch."""
-        workload = self.lengths.workload(0)
-        size = self.rollout.group_size
-        drawn = [n for i in range(_SAMPLED_PROMPTS) for n in workload.group_lengths(i, size)]
-        return self.rollout.rollout_batch_size * size * sum(drawn) / len(drawn)
-
-
-_SAMPLED_PROMPTS = 2048
-
 
 def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
     """Read a scenario file; return it with the cap that its ``[rollout]`` names. Raises ``ConfigError`` naming file,

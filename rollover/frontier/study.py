@@ -37,6 +37,15 @@ class Study:
     theory: StepModel
 
     @property
+    def ceiling(self) -> float:
+        """Return the trained tokens per unit of time that no schedule exceeds: of replicas that never wait, in batches
+        so large that only caches are read, or of a trainer that never waits, if that is slower."""
+        scenario, tokens = self.setup.scenario, self.theory.tokens
+        trainer_s = scenario.trainer.base_s + scenario.trainer.s_per_token * tokens
+        decoded = sum(replica.most_tokens_per_s for replica in scenario.replicas)
+        return min(decoded, tokens / trainer_s if trainer_s else math.inf)
+
+    @property
     def sync(self) -> FrontierPoint:
         return self.points[0]
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollover.errors import ConfigError
 from rollover.frontier.setup import ScenarioFile, build_scenario, read_scenario, shaped
+from rollover.frontier.study import Study, theory
 from rollover.rollout.strategies import AprilConfig, ConcurrencyConfig
 from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies import SimulatedRollout
@@ -78,10 +80,13 @@ def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:
 
 
 def test_the_ceiling_is_caches_read_without_a_pause_or_a_busy_trainer() -> None:
-    setup = small()
-    assert setup.ceiling == pytest.approx(12 / 0.01)
-    two = small(scenario=Scenario(replicas=(REPLICA, replace(REPLICA, c0_s=0.02))))
-    assert two.ceiling == pytest.approx(12 / 0.01 + 12 / 0.02)
-    busy = small(scenario=Scenario(replicas=(REPLICA,), trainer=Latency(base_s=100.0)))
-    assert busy.ceiling == pytest.approx(setup.batch_tokens / 100)
-    assert setup.batch_tokens == pytest.approx(24 * LAW.mean_tokens, rel=0.05)
+    def ceiling(scenario: Scenario) -> float:
+        fields: dict[str, Any] = dict.fromkeys(Study.__slots__)
+        setup = small(scenario=scenario)
+        return Study(**fields | {"setup": setup, "theory": theory(setup)}).ceiling
+
+    assert ceiling(KNOWN) == pytest.approx(12 / 0.01)
+    two = Scenario(replicas=(REPLICA, replace(REPLICA, c0_s=0.02)))
+    assert ceiling(two) == pytest.approx(12 / 0.01 + 12 / 0.02)
+    busy = replace(KNOWN, trainer=Latency(base_s=100.0))
+    assert ceiling(busy) == pytest.approx(24 * LAW.mean_tokens / 100, rel=0.05)

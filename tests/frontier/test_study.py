@@ -55,7 +55,7 @@ def test_a_trial_draws_lengths_and_latencies_from_its_seed() -> None:
 
 
 def test_nothing_lies_above_the_ceiling_and_lag_costs_what_it_should(found: Study) -> None:
-    assert all(p.mean("tokens_per_s") < found.setup.ceiling for p in found.points)
+    assert all(p.mean("tokens_per_s") < found.ceiling for p in found.points)
     for strategy in ("april", "concurrency"):
         lags = [p.lag for p in found.of(strategy)]
         assert lags == sorted(lags)

@@ -42,10 +42,7 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
     return answers
 
 
-@pytest.fixture(autouse=True)
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules of these tests can be imported here."""
-    monkeypatch.setattr("rollover.environments.user_function._check_import", lambda *found: None)
+pytestmark = pytest.mark.usefixtures("harmless_modules")
 
 
 @pytest.mark.parametrize(

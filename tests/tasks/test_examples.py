@@ -24,6 +24,8 @@ from rollover.tasks.prompt_source import examples
 from rollover.tasks.sources import JsonlConfig, ReasoningGymConfig, SourceConfig
 from rollover.trainer.scratch import build_tokenizer
 
+pytestmark = pytest.mark.usefixtures("harmless_modules")
+
 
 class Characters:
     """One token per character; 0 ends a text."""

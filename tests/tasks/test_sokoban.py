@@ -56,10 +56,7 @@ def test_an_episode_ends_solved_or_at_an_impossible_move() -> None:
         assert (end["reward"], end["done"]) == (0.0, True)
 
 
-@pytest.fixture(autouse=True)
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of these tests can be imported here."""
-    monkeypatch.setattr("rollover.environments.user_function._check_import", lambda *found: None)
+pytestmark = pytest.mark.usefixtures("harmless_modules")
 
 
 def boxes(**fields: Any) -> GeneratedConfig:

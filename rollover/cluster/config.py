@@ -27,7 +27,8 @@ class EngineGroup:
     count: int = 1
     """Number of servers of this form."""
     devices: int | None = None
-    """GPUs of each server; by default the number in the engine's arguments (tensor times pipeline parallel size)."""
+    """GPUs of each server; by default the number in the engine's arguments (tensor times pipeline times data parallel
+    size)."""
     max_running: int | None = None
     """Maximum number of samples that each server decodes at the same time; `engine.max_running` by default."""
     resources: Mapping[str, float] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from rollover.run.building import build_config
         (["--tp-size=2", "--pp-size", "3"], 6),
         (["-tp", "2", "-dp", "2", "--max-model-len", "8192"], 4),
         (["--tp", "2", "--tensor-parallel-size", "8"], 8),
+        (["--tp", "8", "--dp", "8", "--enable-dp-attention"], 8),
     ],
 )
 def test_the_devices_of_a_server_are_read_from_its_arguments(args: list[str], devices: int) -> None:

@@ -309,6 +309,8 @@ def num_devices(args: Sequence[str]) -> int:
     for names in _SIZES:
         if (text := argument(args, *names)) is None:
             continue
+        if "--dp" in names and any(arg.replace("_", "-") == "--enable-dp-attention" for arg in args):
+            continue  # SGLang's data parallel attention shares the GPUs of its tensor parallel ranks
         if not text.isdecimal() or int(text) < 1:
             also = ", ".join(names[1:])
             raise ConfigError(

@@ -39,6 +39,9 @@ from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.sending import SentByHolder
 
+_ALIVE_S = 2.0
+"""Seconds for which a token shows that a server decodes."""
+
 
 class ServerEngine:
     """Implements ``Engine`` and ``WeightTarget`` for one server; ``open`` it before use.
@@ -122,7 +125,9 @@ class ServerEngine:
     async def probe(self, *, decode: bool = False) -> None:
         """Raise ``EngineError`` unless the server is well and serves our weights; ``decode`` has it sample a token."""
         self._served.refuse_when_unknown()
-        decode, timeout_s = decode and self._calls.gate.is_set(), self._config.health_timeout_s
+        timeout_s = self._config.health_timeout_s
+        # A server that decodes need not show it by a token that waits for its other calls.
+        decode = decode and self._calls.gate.is_set() and self._calls.silent_s > _ALIVE_S
         try:
             await self._dialect.check_health(decode=decode, timeout_s=timeout_s)
         except ServerBusy:

@@ -116,7 +116,7 @@ class Aborter:
 
     async def _abort_all(self, calls: Collection[GenerationCall]) -> None:
         for call in self._calls.sent:
-            call.asked_to_stop = True
+            call.is_displaced = not call.asked_to_stop
         with suppress(EngineError):
             await self._dialect.ask_to_abort_all()
         await _all_ended(calls)

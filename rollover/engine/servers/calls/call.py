@@ -60,6 +60,8 @@ class GenerationCall:
         """True once the server may know of it."""
         self.asked_to_stop = False
         """True once its end has been asked for here."""
+        self.is_displaced = False
+        """True once all calls of the server are stopped for the sake of others: it can continue at once."""
         self.kv_version = -1
         """The version under which it was sent."""
         self.label = ""

@@ -14,6 +14,7 @@ the label of its weights first, once for all calls that wait.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -29,7 +30,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.stop_strings import StopStrings
 from rollover.engine.used_ids import UsedIds
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import CallDisplaced, EngineError, EngineTimeout
 from rollover.types import FinishReason
 
 RESTART_S = 2.0
@@ -92,13 +93,18 @@ class OpenCalls:
         self._used_ids = UsedIds(self._open)
         self._stop_strings: StopStrings | None = None
         self._check_of_weights: asyncio.Task[None] | None = None
-        self._last_token_s = 0.0
+        self._last_token_s = -math.inf
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
 
     @property
     def sent(self) -> list[GenerationCall]:
         """Open calls that the server may know of."""
         return [call for call in self._open.values() if call.sent]
+
+    @property
+    def silent_s(self) -> float:
+        """Return the seconds since the last token of any call."""
+        return asyncio.get_running_loop().time() - self._last_token_s
 
     def named(self, request_ids: Collection[str]) -> list[GenerationCall]:
         return [call for request_id in request_ids if (call := self._open.get(request_id)) is not None]
@@ -193,6 +199,8 @@ class OpenCalls:
             if not call.ended.is_set():
                 raise EngineError(f"{self._client}: the stream of {call.request_id} ended without a finish reason")
         except Exception as e:
+            if call.is_displaced and isinstance(e, EngineError):
+                e = CallDisplaced(f"{self._client} had to stop all its calls, since one did not end")
             call.fail(e)
         finally:
             self._open.pop(call.request_id, None)

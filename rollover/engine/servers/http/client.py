@@ -117,6 +117,7 @@ class HTTPClient:
         self._name = name
         self._config = config
         key = api_key(config) if name is None else None
+        self.key_env = config.api_key_env
         self.reader = Reader(self.url, [] if key is None else [key])
         """Through which everything that the server says is read."""
         self.last_heard_s = float("-inf")
@@ -129,7 +130,8 @@ class HTTPClient:
             headers=headers,
             verify=_tls(config, self.url),
             timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # vLLM and SGLang close an idle connection after 5 s, perhaps while a call is on its way.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             transport=transport,
             follow_redirects=False,
             trust_env=False,  # no proxy, no .netrc: the config alone says where calls go and with which key

@@ -34,7 +34,7 @@ from rollover.engine.servers.pool.members import Dispatch, Member, Members, Pool
 from rollover.engine.servers.pool.updates import PoolUpdates
 from rollover.engine.servers.pool.watch import Watch
 from rollover.engine.used_ids import UsedIds
-from rollover.errors import EngineError, EngineMismatch
+from rollover.errors import CallDisplaced, EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightPath, WeightSource
 
@@ -65,7 +65,12 @@ class EnginePool:
         self._members = Members(engines, clock, config)
         self._dispatch = Dispatch(self._members)
         self._updates = PoolUpdates(self._members, source, config)
-        self._watch = Watch(self._members, self._updates, probe_interval_s=config.health_interval_s)
+        self._watch = Watch(
+            self._members,
+            self._updates,
+            probe_interval_s=config.health_interval_s,
+            check_timeout_s=config.first_token_timeout_s,
+        )
         self._calls: dict[str, _PoolCall] = {}
         self._used_ids = UsedIds(self._calls)
         self._closed = False
@@ -136,7 +141,8 @@ class EnginePool:
                     if end is not None:
                         return
             except EngineError as e:
-                member.suspect(str(e))
+                if not isinstance(e, CallDisplaced):
+                    member.suspect(str(e))
                 raise
             finally:
                 lost.cancel()

@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 class Watch:
     """Probes the members of a pool and brings them back."""
 
-    def __init__(self, members: Members, updates: PoolUpdates, *, probe_interval_s: float) -> None:
+    def __init__(
+        self, members: Members, updates: PoolUpdates, *, probe_interval_s: float, check_timeout_s: float
+    ) -> None:
         self.logprob_check: LogprobCheck | None = None
         self._members = members
         self._updates = updates
-        self._probe_interval_s = probe_interval_s
+        self._probe_interval_s, self._check_timeout_s = probe_interval_s, check_timeout_s
         self._has_checked = False
         """True once all members in service have passed the log-prob check; any other passes it when it comes back."""
         self._mismatched: set[Member] = set()
@@ -49,7 +51,12 @@ class Watch:
         assert self.logprob_check is not None, "there is a way to check them"
         check, version, members = self.logprob_check, self._updates.version, self._members.in_service
         known, self._has_checked = self._has_checked, True
-        failed = await self._members.each(members, lambda m: check(m.engine, version, is_known=known, draws=not known))
+        failed = await self._members.each(
+            members,
+            lambda m: check(m.engine, version, is_known=known, draws=not known),
+            self._check_timeout_s if known else None,
+            "answer the log-prob check",
+        )
         mismatched = {member: e for member, e in failed.items() if isinstance(e, EngineMismatch)}
         if strict and mismatched:
             raise next(iter(mismatched.values()))

@@ -53,6 +53,8 @@ class VLLMDialect:
         self._sends_seeds = config.seed_calls == "always"
         self._is_frozen = False
         """True while we have asked it to stand still."""
+        self._is_stopping = False
+        """True while we do not know that it has resumed after we had paused it to stop its calls."""
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -110,7 +112,10 @@ class VLLMDialect:
         was_frozen = self._is_frozen
         state = await self._client.ask(PauseState, "GET", "/is_paused", timeout_s=timeout_s)
         if state.is_paused and not (was_frozen or self._is_frozen):
-            raise EngineError(f"{self._client} was paused by another program")
+            if not self._is_stopping:
+                raise EngineError(f"{self._client} was paused by another program")
+            await self._client.call("POST", "/resume", timeout_s=timeout_s)
+            self._is_stopping = False
         if decode:
             await self._client.call("POST", "/v1/completions", body=self._one_token(0), timeout_s=timeout_s)
 
@@ -168,9 +173,11 @@ class VLLMDialect:
             await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
 
     async def ask_to_abort_all(self) -> None:
+        self._is_stopping = True
         await self._client.call("POST", "/pause", params={"mode": "abort"})
         if not self._is_frozen:
             await self._client.call("POST", "/resume")
+        self._is_stopping = False
 
     async def num_calls(self) -> int | None:
         return None

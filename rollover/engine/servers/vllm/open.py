@@ -86,7 +86,8 @@ def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(_cpu_cache_gib(config, ModelFolder.read(folder))),
-        **({"VLLM_API_KEY": key} if key else {}),
+        "VLLM_MAX_STOP_STRINGS": "64",
+        "VLLM_API_KEY": key,  # also without one: this process may have one for other servers
     }
 
 

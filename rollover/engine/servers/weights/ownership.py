@@ -107,10 +107,12 @@ class Ownership:
             self._lock = None
 
 
-def how_to_free(url: str) -> str:
-    """Give the command that a user types to take a server from a run that is over."""
+def how_to_free(url: str, key_env: str | None) -> str:
+    """Give the command that a user types to take a server from a run that is over. ``key_env``: the environment
+    variable with its API key."""
     body = '{"new_version": "free", "abort_all_requests": false}'
-    return f"curl -X POST {url}/update_weight_version -H 'Content-Type: application/json' -d '{body}'"
+    key = "" if key_env is None else f' -H "Authorization: Bearer ${key_env}"'
+    return f"curl -X POST {url}/update_weight_version{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _opened(file: Path) -> int:

@@ -160,7 +160,7 @@ class ServedWeights:
             raise EngineError(
                 f"{self._client} belongs to run {shown(owner)}: it serves weights {shown(label)!r} and was not given"
                 " back. Give this run another server (engine.urls), or, if that run is over, free this one with:"
-                f" {how_to_free(self._client.url)}"
+                f" {how_to_free(self._client.url, self._client.key_env)}"
             )
 
     async def is_ours(self) -> bool:

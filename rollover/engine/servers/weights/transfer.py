@@ -114,6 +114,7 @@ async def send_weights(
     sending = _Sending(sender)
     works: dict[asyncio.Task[Any], Receiver | None] = {asyncio.create_task(sending.all(pieces)): None}
     works |= {asyncio.create_task(_receive(r, calls[r], pieces)): r for r in receivers}
+    failed: dict[asyncio.Task[Any], BaseException] | None = None
     try:
         async with within(
             limit_s, f"sending weights to {names} took longer than {limit_s:g} s (engine.load_timeout_s)"
@@ -127,6 +128,8 @@ async def send_weights(
             work.cancel()
         closing = in_thread(sender.close)
         await asyncio.gather(*works, return_exceptions=True)
+        if failed is None:  # cancelled: a server in whose session nothing comes would refuse the next one
+            await _part(receivers, calls, part_s)
     # The sender may wait for a server that has failed, and is released when that one leaves; so both end together.
     gone = await _part(receivers, calls, part_s) if failed else {}
     await asyncio.wrap_future(closing)

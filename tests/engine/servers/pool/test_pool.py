@@ -8,8 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from rollover.engine.base import Engine
-from rollover.errors import ConfigError, EngineError, EngineMismatch
+from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.errors import CallDisplaced, ConfigError, EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens, update
@@ -420,6 +420,33 @@ async def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> No
         failed = await pool.check_logprobs()
         assert failed.keys() == {"two"}
         assert asyncio.get_running_loop().time() - start_s < 9.0
+
+
+async def test_a_known_member_that_answers_probes_alone_is_left_after_a_deadline() -> None:
+    async with pool_of_two(first_token_timeout_s=6.0) as (_, two, pool):
+
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+            if engine is two and is_known:
+                await asyncio.get_running_loop().create_future()
+
+        pool.check_logprobs_with(check)  # type: ignore[arg-type]
+        assert await pool.check_logprobs() == {}
+        failed = await pool.check_logprobs()
+        assert str(failed["two"]) == "two did not answer the log-prob check within 6 s"
+        assert pool.capabilities.max_running == 64
+
+
+async def test_a_call_that_is_stopped_for_others_is_no_fault_of_its_member() -> None:
+    class Stops(Flaky):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            raise CallDisplaced("one had to stop all its calls")
+            yield
+
+    async with pool_of(Stops("one")) as pool:
+        for number in range(6):
+            with pytest.raises(CallDisplaced):
+                await collect(pool, request(f"r{number}"))
+            assert pool._members.all[0].is_up
 
 
 async def test_each_chunk_names_the_member_that_sampled_it() -> None:

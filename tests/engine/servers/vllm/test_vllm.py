@@ -18,7 +18,7 @@ from rollover.engine.logprob_check import Reference, check_logprobs, check_promp
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
-from rollover.errors import EngineError, EngineMismatch, EngineTimeout
+from rollover.errors import CallDisplaced, EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens, update
@@ -116,7 +116,7 @@ def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: 
     """A token of this model takes 2 x 2 layers x 2^10 float32: 16 KiB."""
     large = model_folder(tmp_path / "large", hidden=2**10, max_position_embeddings=2**12)
     env = launch_environment(VLLMConfig(launch=True, max_running=2**6), large)
-    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["VLLM_API_KEY"]) == ("nobind", ""), "and no key of this process"
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     assert int(env["VLLM_CPU_KVCACHE_SPACE"]) == max(1, min(4, int(0.4 * memory_gib)))
     env = launch_environment(VLLMConfig(launch=True, max_running=2**16, num_servers=2), large)
@@ -124,6 +124,33 @@ def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: 
 
 
 # -- abort --------------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_of_ours_that_has_not_ended_is_ended_by_the_next_probe(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
+        server.answer_once("/resume", Answer(500, {"error": "busy"}))
+        with pytest.raises(EngineError):
+            await engine._dialect.ask_to_abort_all()
+        assert server.paused
+        await engine.probe()
+        assert not server.paused
+        server.paused = True
+        with pytest.raises(EngineError, match="was paused by another program"):
+            await engine.probe()
+
+
+async def test_a_server_that_decodes_shows_it_by_the_tokens_of_its_calls(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(1.0)
+        server.log.clear()
+        await engine.probe(decode=True)
+        assert bodies(server, "/v1/completions") == []
+        await engine.abort(["a#0"])
+        await call
+        await asyncio.sleep(2.5)
+        await engine.probe(decode=True)
+        assert [body["max_tokens"] for body in bodies(server, "/v1/completions")] == [1]
 
 
 async def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> None:
@@ -178,8 +205,9 @@ async def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: P
         server.tick_s = 1.0
         await asyncio.sleep(2.5)
         await engine.abort(["a#0"])
-        ends = [(await call)[-1].finish_reason for call in calls]
-        assert ends == [FinishReason.ABORT, FinishReason.ABORT]
+        assert (await calls[0])[-1].finish_reason is FinishReason.ABORT
+        with pytest.raises(CallDisplaced):
+            await calls[1]
         server.tick_s = 0.01
         assert len(tokens(await collect(engine, request("c")))) == 12
     assert ("POST", "/pause", {"mode": "abort"}, None) in server.log
@@ -468,6 +496,7 @@ async def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> N
         with pytest.raises(EngineError, match="was paused by another program"):
             await engine.probe()
         server.paused = False
+        await asyncio.sleep(2.5)  # its last token is no sign of life then
         server.answer_once("/v1/completions", Answer(500, {"error": "CUDA error"}))
         with pytest.raises(EngineError, match="CUDA error"):
             await engine.probe(decode=True)

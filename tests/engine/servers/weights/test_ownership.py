@@ -18,7 +18,7 @@ from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.open import open_vllm
-from rollover.engine.servers.weights.ownership import Ownership
+from rollover.engine.servers.weights.ownership import Ownership, how_to_free
 from rollover.errors import EngineError
 from tests.engine.contract import LONG, collect, request, tokens
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
@@ -81,6 +81,11 @@ def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
     ownership = Ownership.on_this_machine("http://gpu:8000", "next", tmp_path)
     assert ownership.owner("rollover:killed:3") is None
     ownership.release()
+
+
+def test_the_command_that_frees_a_server_names_the_variable_of_its_key() -> None:
+    assert ' -H "Authorization: Bearer $SERVER_KEY" ' in how_to_free("http://one", "SERVER_KEY")
+    assert "Authorization" not in how_to_free("http://one", None)
 
 
 def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:

@@ -181,6 +181,28 @@ async def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
     await engine.close()
 
 
+async def test_a_transfer_that_is_cancelled_leaves_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
+    server, meetings = ScriptedSGLang(), Meetings()
+    engine = engine_before(server, first, meetings, monkeypatch)
+    await engine.open()
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(query: Any, body: Any) -> Answer:
+        asked.set()
+        await never.wait()
+        raise AssertionError
+
+    monkeypatch.setattr(server, "_post_update_weights_from_distributed", hang)
+    updating = asyncio.create_task(update(engine, FolderWeights(1, second)))
+    await asked.wait()
+    assert server.session
+    updating.cancel()
+    await asyncio.wait([updating])
+    assert updating.cancelled() and not server.session
+    await engine.close()
+
+
 async def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ async def train(args: argparse.Namespace) -> None:
         journal.sync()
         trainer.save(run / f"step_{trainer.version}")
         driver.saved(trainer.version)  # batches before this step are never asked for again
+        for old in run.glob("step_*"):
+            if old.name != f"step_{trainer.version}":
+                shutil.rmtree(old)
 
     try:
         await driver.update_weights(trainer.version, load)

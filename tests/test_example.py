@@ -47,3 +47,4 @@ def test_the_example_learns_rolls_over_and_resumes(
     for decoded, *places in (account, resumed):
         assert int(decoded) == sum(map(int, places))
     assert int(resumed[1]) > int(account[1])  # the second process counts on from the first
+    assert [folder.name for folder in tmp_path.glob("step_*")] == ["step_10"]

@@ -159,6 +159,12 @@ def test_one_variant_compares_with_nothing(refused: Say) -> None:
     assert "'only' is the only variant, and a comparison needs two: add another" in refused(*TRAIN)
 
 
+def test_a_variant_cannot_have_a_policy_of_its_own(refused: Say) -> None:
+    text = Path("run.toml").read_text()
+    Path("run.toml").write_text(f"{text}\n[variants.short]\n[variants.long.sft]\nnum_steps = 9\n")
+    assert "variants.long.sft cannot differ: all variants start from one policy; start two runs" in refused(*TRAIN)
+
+
 def changed(**keys: Any) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         file = folder / "config.json"

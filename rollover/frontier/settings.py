@@ -13,7 +13,8 @@ from typing import Any
 from rollover.errors import ConfigError, nearest
 from rollover.frontier.setup import Setup
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import Knob, RolloverConfig
+from rollover.rollout.strategies import RolloverConfig
+from rollover.rollout.strategies.config import Knob
 from rollover.rollout.strategy import OnFull
 from rollover.settings.shape import types_at
 from rollover.sim.strategies import SIMULATED, SimulatedRollout

@@ -31,7 +31,7 @@ from rollover.planner.report import render_page, show
 from rollover.planner.search import alone, make_plan
 from rollover.planner.topology import Topology
 from rollover.report.page import write_page
-from rollover.rollout.strategies import BoundedAsync
+from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.settings import toml
 from rollover.sim.result import Window
 from rollover.sim.run import simulate

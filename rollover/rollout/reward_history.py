@@ -23,6 +23,8 @@ _MEMORY = 256
 """Number of rewards after which one counts e times less, as the policy changes."""
 _PRIOR = 4.0
 """Number of rewards of its own row that weigh as much as the rewards of its whole source."""
+_MOST_ROWS = 2**17
+"""Rows that are remembered; an endless source never draws one again."""
 _MAX_SIBLINGS = 7
 """Number of siblings of a sample in a group of eight, the most common size."""
 
@@ -64,7 +66,10 @@ class RewardHistory:
         """Add a reward, unless no trainer can hold it: journals of earlier versions may have such rewards."""
         if abs(reward) <= MAX_REWARD:
             self.sources.setdefault(prompt.source, _Moments()).add(reward, _MEMORY)
-            self.rows.setdefault(_row(prompt), _Moments()).add(reward, 16 * _PRIOR)
+            row = self.rows[_row(prompt)] = self.rows.pop(_row(prompt), None) or _Moments()
+            row.add(reward, 16 * _PRIOR)
+            if len(self.rows) > _MOST_ROWS:
+                del self.rows[next(iter(self.rows))]
 
     def baseline(self, prompt: Prompt) -> Baseline:
         """Return the baseline for a sample of ``prompt`` that begins now."""

@@ -22,7 +22,7 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
 
     Raises:
         RolloverError: the message says what you can do about it. In a notebook, whose thread runs an event loop, that
-            is ``await asyncio.to_thread(rollover.train, ...)``.
+            is ``await asyncio.to_thread(rollover.train, ...)``. It then ends with the kernel only, and can be resumed.
         Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` continues it.
 
     Example:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rollover.errors import ConfigError, nearest
@@ -154,7 +155,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(change, str):
+        if isinstance(old, Mapping) and "kind" in old and isinstance(change, str):
             change = {"kind": change}
         elif isinstance(old, str) and isinstance(change, Mapping):
             old = {"kind": old}
@@ -181,7 +182,7 @@ def find(config: str | Path) -> Path:
     if path.suffix == ".toml" or is_file:
         return path
     if is_dir:
-        raise ConfigError(f"{config} is a directory; to resume a run: rollover train --resume {config}")
+        raise ConfigError(f"{config} is a directory; to resume a run: rollover train --resume {quote(str(config))}")
     packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
     if str(config) not in packaged:
         hint = nearest(str(config), packaged)

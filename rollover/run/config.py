@@ -148,7 +148,11 @@ class RunConfig:
             raise ValueError("; ".join(found))
 
     def _check_variants(self) -> None:
-        for name in self.variants:
+        for name, changes in self.variants.items():
+            if alike := sorted(changes.keys() & {"sft", "model", "variants"}):
+                raise ValueError(
+                    f"variants.{name}.{alike[0]} cannot differ: all variants start from one policy; start two runs"
+                )
             if not _VARIANT_NAME.fullmatch(name) or name in RUN_FILES:
                 raise ValueError(
                     f"variants: {name!r} cannot name a variant, because its run gets a directory of that name: use"

@@ -203,7 +203,7 @@ def _held(path: Path, config: RunConfig, job: str) -> str:
     what = f"another config (it differs in {changed})" if changed else "this config"
     if not job == _read(path)[1].get("job", "train") == "train" or refusals(before, config):
         return f"{what}: "
-    return f"{what}: resume it with --resume {path}{' and these settings' if changed else ''}, or "
+    return f"{what}: resume it with --resume {shlex.quote(str(path))}{' and these settings' if changed else ''}, or "
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:

@@ -33,16 +33,6 @@ class Interrupt:
         self._resume = resume
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Not with the event loop's own handlers, which notice nothing while warm-up, loading or decoding in lockstep
-        # block the thread.
-        self._handling = signals.handled(self._on_signal)
-
-    def __enter__(self) -> Interrupt:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handling.__exit__(*error)
 
     @property
     def requested(self) -> bool:
@@ -72,7 +62,9 @@ class Interrupt:
                 pending.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
 
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
+        """Take a signal from ``signals.handled``: the event loop's own handlers notice nothing while its thread is
+        blocked by a warm-up, by loading or by decoding in lockstep."""
         if self._loop is None:
             signals.stop(number)
         elif self.requested:

@@ -17,11 +17,10 @@ from rich.table import Table
 
 from rollover.environments.pass_at_k import MeanEstimate
 from rollover.errors import ConfigError, DataError, RunError
-from rollover.garbage import rare_collections
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.run import directory
+from rollover.run import directory, signals
 from rollover.run.building import variant
 from rollover.run.config import RunConfig, check_context
 from rollover.run.directory import RunDir
@@ -34,8 +33,6 @@ T = TypeVar("T")
 
 _OPEN_FILES = 65_536
 """Files that a run may have open: a call to a server takes one, the program of an agent three."""
-NEW_RECORDS = 20_000
-"""New records between two garbage collections when thousands of calls are open: some megabytes."""
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
@@ -141,9 +138,9 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
                 progress.result(f"all {config.steps} steps are done; for more: {resume} --steps N")
             await train_loop(session, interrupt)
 
-    with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
-        if config.engine.declared.opens_many_calls:
-            stack.enter_context(rare_collections(NEW_RECORDS))
+    with _progress(config) as progress, ExitStack() as stack:
+        interrupt = Interrupt(progress, resume=resume)
+        stack.enter_context(signals.handled(interrupt.on_signal))
         stack.enter_context(advice_on_damage(run.journal))
         begun = start(config, run, progress, stack)
         _run(work())
@@ -172,7 +169,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:
-    """Run each variant that is not done in a directory of its own below ``run``."""
+    """Run each variant in a directory of its own below ``run``; one that is done only opens."""
+    from rollover.hf.config import max_context
     from rollover.report.comparison import compare_table
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy
@@ -183,6 +181,9 @@ def _compare(config: RunConfig, run: RunDir) -> None:
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.model, progress, metrics)
     wanted = {run.path / name: variant(config, name, model=folder) for name in config.variants}
+    for each in wanted.values():  # else the last one would fail after the others have trained
+        check_context(each, max_context(folder))
+        same_datasets(each.tasks, None)
     for path in filter(directory.is_run, wanted):
         directory.check_changes(path, directory.saved_config(path), wanted[path])
     run.settle()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rollover.algorithms.config import resolve
 from rollover.errors import ModelError, RunError, parse_json
@@ -20,7 +19,7 @@ from rollover.hf.companions import fingerprint
 from rollover.hf.config import max_context, read_model_config
 from rollover.hf.folder import PARTIAL
 from rollover.hf.hub import resolve_model
-from rollover.hf.tokenizer import FastTokenizer, open_tokenizer
+from rollover.hf.tokenizer import open_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.report.record import read_config
@@ -29,10 +28,9 @@ from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
-from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
 from rollover.tasks.open import companions_of, eval_sources, held_out_texts, reply_end, same_datasets, train_source
-from rollover.tasks.prompt_source import Example, PromptSource, examples
+from rollover.tasks.prompt_source import Example, examples
 from rollover.trainer.checkpoint import latest_checkpoint
 
 NUM_TOKENIZER_TEXTS = 2000
@@ -154,7 +152,15 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
-    worked = _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks, max_context(base))
+    end, context = reply_end(tokenizer, tasks), max_context(base)
+
+    class Worked:
+        def __iter__(self) -> Iterator[Example]:  # as often as the warm-up begins
+            lessons = demonstrations(tasks, tokenizer, end=end)
+            bare = warmup.bare_answers
+            return examples(source, tokenizer, end=end, bare_answers=bare, lessons=lessons, context=context)
+
+    worked = Worked()
     for _ in islice(worked, warmup.num_steps * warmup.batch_size):
         pass  # a warm-up has no checkpoints, and would be lost to a row that cannot be learned
     run_sft(
@@ -171,23 +177,6 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         on_progress=on_progress,
         notify=progress.message,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Worked:
-    """The examples of a warm-up, as often as it begins."""
-
-    source: PromptSource
-    tokenizer: FastTokenizer
-    end: int
-    bare_answers: float
-    tasks: TasksConfig
-    context: float
-
-    def __iter__(self) -> Iterator[Example]:
-        lessons = demonstrations(self.tasks, self.tokenizer, end=self.end)
-        chosen: dict[str, Any] = {"bare_answers": self.bare_answers, "lessons": lessons, "context": self.context}
-        return examples(self.source, self.tokenizer, end=self.end, **chosen)
 
 
 def _warmup_seed(config: RunConfig) -> int:

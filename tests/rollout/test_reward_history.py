@@ -12,6 +12,7 @@ import torch
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages, shaping
 from rollover.batch import Baseline
+from rollover.rollout import reward_history
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
@@ -193,3 +194,11 @@ def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:
     assert {len(ids) for ids in whole} == {4}
     assert any(len({steps[i] for i in ids}) > 1 for ids in whole), "no sibling ever waited less than another"
     assert rig.source.drawn[:8] == [0] * 4 + [1] * 4
+
+
+def test_a_bounded_number_of_rows_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_history, "_MOST_ROWS", 2)
+    history = RewardHistory()
+    for row in ("a", "b", "a", "c"):
+        history.add(Prompt(prompt_id=f"{row}@0", token_ids=(1,), text="", source="s"), 1.0)
+    assert [*history.rows] == ["a", "c"]

@@ -17,7 +17,7 @@ from rollover.engine.base import Capabilities
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.round import ONE_BY_ONE
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategies import Rollover
+from rollover.rollout.strategies.rollover import Rollover
 from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import NAMES, ParityScorer, Rig, assert_trainable, config_of, lognormal, play, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, failed, opened, restarted, scored, started

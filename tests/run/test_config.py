@@ -204,6 +204,16 @@ def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path:
     assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(max_running=3, block_size_tokens=8)
 
 
+def test_none_takes_an_inherited_table_away(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'extends = "quickstart"\nsft = "none"\n[model]\npath = "m"\nscratch = "none"\n[trainer.lora]\nrank = 4\n'
+        '[variants.adapters]\n[variants.full.trainer]\nlora = "none"\n'
+    )
+    config = build_config(tmp_path / "run.toml")
+    assert (config.sft, config.model.scratch) == (None, None) and config.trainer.lora is not None
+    assert variant(config, "full", model=tmp_path).trainer.lora is None
+
+
 def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('steps = 7\n[model]\npath = "m"\n[rollout]\ngroup_size = 4\n')
     (tmp_path / "run.toml").write_text('extends = "base.toml"\nseed = 3\n[rollout]\nrollout_batch_size = 5\n')

@@ -33,6 +33,7 @@ from rollover.run.jobs import _estimate, _run, completed
 from rollover.run.loop import _evaluate_when_due, train
 from rollover.run.meter import StepMeter
 from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
+from rollover.run.signals import handled
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
 from rollover.types import Observation, Prompt, Score, Trajectory
@@ -344,7 +345,7 @@ async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_be
         checkpoints=SimpleNamespace(save=save),
         meter=SimpleNamespace(paused=nullcontext),
     )
-    with interrupt, interrupt.deferred():
+    with handled(interrupt.on_signal), interrupt.deferred():
         await _evaluate_when_due(session, interrupt)
     assert [each[:14] for each in happened] == ["stopping after", "saved"]
 
@@ -378,7 +379,7 @@ async def test_an_evaluation_that_has_ended_is_on_record_before_the_last_one_beg
         observe=lambda event: signal.raise_signal(signal.SIGINT),
         meter=SimpleNamespace(paused=nullcontext),
     )
-    with interrupt, interrupt.deferred():
+    with handled(interrupt.on_signal), interrupt.deferred():
         await _evaluate_when_due(session, interrupt)
         session.version = 2
         await _evaluate_when_due(session, interrupt)
@@ -427,7 +428,7 @@ async def test_workers_are_not_sent_home_before_the_last_evaluation(stops: bool,
         resume_command="",
         observe=lambda event: happened.append(type(event).__name__),
     )
-    with interrupt:
+    with handled(interrupt.on_signal):
         await train(session, interrupt)
     assert [each for each in happened if each != "Notice"] == ([] if stops else ["Evaluated", "ended"])
     await asyncio.sleep(1.0)

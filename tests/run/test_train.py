@@ -314,6 +314,15 @@ def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsy
     assert [len(runs.batches(run / name)) for name in ("plain", "rolling")] == [3, 3]
 
 
+def test_a_variant_that_cannot_run_ends_a_comparison_before_any_trains(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + "[variants.a]\n[variants.b.eval]\nmax_new_tokens = 100_000\n")
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "1"]) == 2
+    assert "eval.max_new_tokens (100000) make" in capsys.readouterr().err
+    assert not Path("out", "a").exists()
+
+
 def test_a_comparison_keeps_its_settings_if_a_variant_refuses_others(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,8 @@ from rollover.rollout.events import BatchConsumed, Event
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import GroupRecord
 from rollover.rollout.state import View
-from rollover.rollout.strategies import April, Concurrency
+from rollover.rollout.strategies.april import April
+from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Window
 from rollover.sim.run import simulate

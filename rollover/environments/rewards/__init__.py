@@ -24,17 +24,6 @@ RewardConfig = (
 )
 """Distinguished by ``kind``; the first is the default."""
 
-__all__ = [
-    "EnvironmentRewardConfig",
-    "ExactConfig",
-    "FunctionConfig",
-    "JudgeConfig",
-    "MathVerifyConfig",
-    "RewardConfig",
-    "VerifierConfig",
-    "spec_from_json",
-]
-
 
 def spec_from_json(value: Mapping[str, Any]) -> RewardSpec:
     """Rebuild a spec from its ``asdict`` in JSON."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rollover.rollout.strategies.april import April, AprilConfig
-from rollover.rollout.strategies.bounded_async import BoundedAsync, BoundedAsyncConfig
-from rollover.rollout.strategies.concurrency import Concurrency, ConcurrencyConfig
-from rollover.rollout.strategies.config import Knob, StrategyConfig
-from rollover.rollout.strategies.inflight import InFlight, InFlightConfig
-from rollover.rollout.strategies.oversample import Oversample, OversampleConfig
-from rollover.rollout.strategies.rollover import Rollover, RolloverConfig
-from rollover.rollout.strategies.sync import Sync, SyncConfig
-from rollover.rollout.strategies.token_budget import TokenBudget, TokenBudgetConfig
+from rollover.rollout.strategies.april import AprilConfig
+from rollover.rollout.strategies.bounded_async import BoundedAsyncConfig
+from rollover.rollout.strategies.concurrency import ConcurrencyConfig
+from rollover.rollout.strategies.config import StrategyConfig
+from rollover.rollout.strategies.inflight import InFlightConfig
+from rollover.rollout.strategies.oversample import OversampleConfig
+from rollover.rollout.strategies.rollover import RolloverConfig
+from rollover.rollout.strategies.sync import SyncConfig
+from rollover.rollout.strategies.token_budget import TokenBudgetConfig
 from rollover.settings.shape import kinds
 
 AnyStrategyConfig = (
@@ -48,30 +48,6 @@ SIMULATED_ONLY = {
 }
 """Kinds that exist only in ``rollover.sim.strategies``, with the advice for a config that names one. They are listed
 here because this package may not import that one; a test keeps both lists equal."""
-
-__all__ = [
-    "SIMULATED_ONLY",
-    "STRATEGIES",
-    "AnyStrategyConfig",
-    "April",
-    "AprilConfig",
-    "BoundedAsync",
-    "BoundedAsyncConfig",
-    "Concurrency",
-    "ConcurrencyConfig",
-    "InFlight",
-    "InFlightConfig",
-    "Knob",
-    "Oversample",
-    "OversampleConfig",
-    "Rollover",
-    "RolloverConfig",
-    "StrategyConfig",
-    "Sync",
-    "SyncConfig",
-    "TokenBudget",
-    "TokenBudgetConfig",
-]
 
 
 def no_in_flight_update(strategy: str, engine: str) -> str:

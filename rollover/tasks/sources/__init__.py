@@ -16,5 +16,3 @@ SourceConfig = (
     | GeneratedConfig
 )
 """Distinguished by ``kind``."""
-
-__all__ = ["GeneratedConfig", "HubConfig", "JsonlConfig", "ParquetConfig", "ReasoningGymConfig", "SourceConfig"]

@@ -7,8 +7,9 @@ of ``W``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,46 +27,80 @@ from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.hub_names import hub_weights, named_tensors
+from rollover.trainer.logprobs import OneForward
 from rollover.trainer.models import open_model, save_weights
-from rollover.trainer.shares import write_weights
-from rollover.trainer.world import ALONE
-from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank, MergedWeights
+from rollover.trainer.moments import trained_parameters
+from rollover.trainer.shares import own_tensors, write_weights
+from rollover.trainer.world import ALONE, World
+from rollover.weights.adapters import ADAPTER_WEIGHTS, PREFIX, AdapterSource, LowRank, MergedWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 _ADAPTER = "default"
 """peft's name for the only adapter of a model."""
-_PREFIX = "base_model.model."
-"""Prefix of the names in peft's files."""
 
 
 class LoraPolicy:
-    """Trains adapters in float32 beside a frozen base in the number format of its folder. Implements ``Policy``.
+    """Trains adapters in float32 beside a frozen base; both are sharded if there are other ranks. Implements
+    ``Policy``.
 
     Args:
         base: the model that the run began with.
         checkpoint: a checkpoint with whose adapters training continues.
-        seed: determines the first values of ``A``.
+        device: of a process alone.
+        seed: determines the first values of ``A``, which are the same for any number of ranks.
     """
 
     def __init__(
-        self, config: TrainerConfig, base: Path, *, checkpoint: Path | None = None, device: torch.device, seed: int = 0
+        self,
+        config: TrainerConfig,
+        base: Path,
+        *,
+        checkpoint: Path | None = None,
+        device: torch.device,
+        world: World = ALONE,
+        seed: int = 0,
     ) -> None:
         require("peft", purpose="[trainer.lora]")
         assert config.lora is not None
         self.autocast = config.dtype == "bfloat16"
         self._publishes_adapters = config.publishes_adapters
-        model = open_model(
+        self._world = world
+        self.model: Any
+        if world.mesh is not None:
+            self.model = self._sharded(config, base, checkpoint, seed=seed)
+            self._hf = self.model.hf
+            return
+        self.model = self._hf = open_model(
             base, dtype=base_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
-        self._settings = adapter_settings(model, config.lora, base)
-        self.model: Any = with_adapters(model, self._settings, seed=seed)
+        self._settings = adapter_settings(self._hf, config.lora, base)
+        with_adapters(self._hf, self._settings, seed=seed)
         if checkpoint is not None:
-            _load(model, checkpoint)
+            _load(self._hf, checkpoint)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return merged_weights(self.model)
+    def _sharded(self, config: TrainerConfig, base: Path, checkpoint: Path | None, *, seed: int) -> OneForward:
+        """Open base and adapters as this rank's share of them. The base is gathered in the number format in which it is
+        held, usually 2 bytes per parameter; only adapters have gradients and moments."""
+        from rollover.trainer.sharded import open_sharded
+
+        lora = config.lora
+        assert lora is not None
+
+        def adapt(hf: Any) -> Mapping[str, Tensor]:
+            self._settings = adapter_settings(hf, lora, base)
+            values = _first_values(hf, lora, partial(with_adapters, settings=self._settings, seed=seed))
+            if checkpoint is None:
+                return values
+            stored = read_adapters(checkpoint, {name_in_file(name): value for name, value in values.items()})
+            return {name: stored[name_in_file(name)] for name in values}
+
+        return open_sharded(base, config, self._world, dtype=base_format(base), adapt=adapt)
+
+    def weights(self) -> MergedWeights:
+        """Return the merged weights, sharded if the base is."""
+        return merged_weights(self._hf)
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
@@ -73,17 +108,26 @@ class LoraPolicy:
             yield self.model
 
     def write_weights(self, folder: Path) -> None:
-        merged = merged_weights(self.model)
-        if self._publishes_adapters:
-            AdapterSource(0, merged.adapters).write(folder)
+        merged = self.weights()
+        if not self._publishes_adapters:
+            write_weights(self._world, merged, folder)
             return
-        write_weights(ALONE, merged, folder)
+        source = AdapterSource(0, merged.adapters)
+        whole = self._gathered(dict(source.tensors()))
+        if self._world.rank == 0:
+            source.write(folder, whole)
 
     def write(self, folder: Path, *, companions: Companions) -> None:
-        """Write the adapters in peft's format, and the tokenizer's files beside them."""
-        write_companions(without_own_files(companions), folder)
-        self._settings.save_pretrained(str(folder))
-        save_file(named_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        """Write the adapters in peft's format, in one file, and the tokenizer's files beside them."""
+        whole = self._gathered(named_adapters(self._hf))
+        if self._world.rank == 0:
+            write_companions(without_own_files(companions), folder)
+            self._settings.save_pretrained(str(folder))
+            save_file(whole, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+    def _gathered(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the adapters on the first rank, which has room for them, and nothing on the others."""
+        return own_tensors(self._world, adapters, dict.fromkeys(adapters, 0))
 
 
 def merge(checkpoint: Path, target: Path, *, base: str | Path) -> None:
@@ -157,6 +201,21 @@ def with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
     return model
 
 
+def _first_values(hf: Any, lora: LoraConfig, put: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """Put adapters beside the matrices of a model without memory, and return their first values. peft moves adapters to
+    the device of their matrix. So while it draws them, each matrix is on the CPU, with all its values in one place in
+    memory; afterwards it and the adapters have no memory again."""
+    targets = [m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in lora.targets]
+    for module in targets:
+        module.weight = nn.Parameter(torch.zeros((), dtype=module.weight.dtype).expand(module.weight.shape))
+    put(hf)
+    values = {name: parameter.detach() for name, parameter in trained_parameters(hf).items()}
+    for module in hf.modules():
+        if hasattr(module, "base_layer"):
+            module.to("meta")
+    return values
+
+
 def merged_weights(model: nn.Module) -> MergedWeights:
     """Return the weights of a model by their names on the hub, and the adapters beside them."""
     frozen = {
@@ -182,7 +241,7 @@ def named_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 def name_in_file(name: str) -> str:
     """Return the name of an adapter's parameter in peft's files."""
-    return f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}"
+    return f"{PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:

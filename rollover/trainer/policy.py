@@ -106,13 +106,9 @@ def open_policy(
         DamagedCheckpoint: the checkpoint differs from what was written.
     """
     if config.lora is not None:
-        if world.mesh is not None:
-            from rollover.trainer.sharded_lora import ShardedLoraPolicy
-
-            return ShardedLoraPolicy(config, initial, checkpoint=checkpoint, world=world, seed=seed)
         from rollover.trainer.lora import LoraPolicy
 
-        return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, seed=seed)
+        return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, world=world, seed=seed)
     try:
         if world.mesh is not None:
             from rollover.trainer.sharded import ShardedPolicy

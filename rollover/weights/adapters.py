@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of adapters, by peft's names."""
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """Prefix of the names in peft's files."""
 
 
@@ -98,7 +98,7 @@ class AdapterSource:
             tensors = load_file(folder / ADAPTER_WEIGHTS)
             scale = settings["lora_alpha"] / settings["r"]
             ends = ".lora_A.weight"
-            weights = [f"{n.removeprefix(_PREFIX).removesuffix(ends)}.weight" for n in tensors if n.endswith(ends)]
+            weights = [f"{n.removeprefix(PREFIX).removesuffix(ends)}.weight" for n in tensors if n.endswith(ends)]
             adapters = {
                 weight: LowRank(
                     a_RI=tensors[name_in_file(weight, "A")], b_OR=tensors[name_in_file(weight, "B")], scale=scale
@@ -183,7 +183,7 @@ def name_in_file(weight: str, part: str) -> str:
     Example: ``name_in_file("model.layers.0.mlp.up_proj.weight", "A")`` is
     ``"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"``.
     """
-    return f"{_PREFIX}{weight.removesuffix('.weight')}.lora_{part}.weight"
+    return f"{PREFIX}{weight.removesuffix('.weight')}.lora_{part}.weight"
 
 
 def holds_adapters(folder: Path) -> bool:

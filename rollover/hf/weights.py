@@ -84,6 +84,12 @@ def number_format(folder: Path) -> str:
     return formats.most_common(1)[0][0]
 
 
+def frozen_format(dtype: str) -> str:
+    """Return the number format in which frozen weights are held whose folder has ``dtype``: gradients that pass through
+    them would underflow in float16."""
+    return "float32" if dtype == "float16" else dtype
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Read what one safetensors file holds, by name. Raises ``ValueError``, ``KeyError`` or the like when it is not
     one."""

@@ -179,10 +179,11 @@ def _advice(config: RunConfig, memory: DeviceMemory) -> str:
 
 
 def _base_format(config: RunConfig) -> torch.dtype:
-    """Return the number format of the run's model as it is stored."""
+    """Return the number format in which the weights of the run's model are held beside adapters."""
     import torch
 
     from rollover.hf.hub import resolve_model
+    from rollover.hf.weights import frozen_format
     from rollover.trainer.lora import base_format
 
     if config.model.path is None:
@@ -191,7 +192,7 @@ def _base_format(config: RunConfig) -> torch.dtype:
     if any(folder.glob("*.safetensors")):
         return base_format(folder)
     named = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
-    return getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)
+    return getattr(torch, frozen_format(str(named).removeprefix("torch.")), torch.bfloat16)
 
 
 def _capacity(device: str) -> int | None:

@@ -11,7 +11,7 @@ from rollover.errors import ModelError, require
 from rollover.hf.companions import Companions
 from rollover.hf.config import MODEL_CLASSES, read_model_config
 from rollover.hf.hub import resolve_model
-from rollover.hf.weights import number_format
+from rollover.hf.weights import frozen_format, number_format
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
@@ -100,9 +100,8 @@ def check_devices(config: RunConfig) -> list[str]:
 
 def logprob_format(config: TrainerConfig, folder: Path) -> str:
     """Return the number format in which the trainer computes log-probs. Adapters are computed beside the weights of
-    ``folder``, which keep their format.
-    """
-    return config.dtype if config.lora is None or config.dtype == "bfloat16" else number_format(folder)
+    ``folder``."""
+    return config.dtype if config.lora is None or config.dtype == "bfloat16" else frozen_format(number_format(folder))
 
 
 def model_shape(config: RunConfig) -> Mapping[str, Any]:

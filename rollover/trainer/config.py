@@ -115,7 +115,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685): the matrices of the model stay as they are, in the number format of
-    its folder, and products of two thin matrices are trained beside them. Needs `rollover[lora]`.
+    its folder (float32 if that is float16), and products of two thin matrices are trained beside them. Needs
+    `rollover[lora]`.
 
     Example: rank 16 beside a matrix of 4096 x 4096 trains 131,072 values instead of 16.8 million.
     """

@@ -22,7 +22,7 @@ from rollover.errors import ConfigError, require
 from rollover.hf.companions import Companions, read_companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import public_name, resolve_model
-from rollover.hf.weights import number_format
+from rollover.hf.weights import frozen_format, number_format
 from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
@@ -142,7 +142,7 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path) -> None:
     from peft import LoraConfig as PeftConfig
 
     folder = resolve_model(base)
-    model = open_model(folder, dtype=base_format(folder))
+    model = open_model(folder, dtype=getattr(torch, number_format(folder)))
     try:
         with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
     except (OSError, ValueError, TypeError) as error:
@@ -267,7 +267,7 @@ def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def base_format(folder: Path) -> torch.dtype:
-    """Return the number format in which the weights beside the adapters are held: the format of their folder."""
-    found = getattr(torch, number_format(folder))
+    """Return the number format in which the weights beside the adapters are held."""
+    found = getattr(torch, frozen_format(number_format(folder)))
     assert isinstance(found, torch.dtype)
     return found

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, ModelError
 from rollover.hf.architecture import matrix_shapes
+from rollover.hf.weights import read_weight_infos
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.lora import merge
@@ -185,6 +186,22 @@ def test_a_half_precision_base_stays_so_and_adapters_do_not(tmp_path: Path) -> N
     before = lora_trainer(tmp_path / "half").weights()
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(trainer.weights()[name], before[name])
+
+
+def test_gradients_are_not_lost_beside_a_base_of_float16(tmp_path: Path) -> None:
+    """They are those beside the same base in float32, however small the share of a token in the loss is."""
+    found = []
+    for name, model in (("half", make_model().half()), ("whole", make_model().half().float())):
+        model.save_pretrained(tmp_path / name)
+        settings = {"algorithm": "dr-grpo", "max_response_tokens": 10**7, "max_grad_norm": 0.0}
+        trainer = trained(tmp_path / name, steps=1, learning_rate=1e-12, **settings)
+        found.append({n: p.grad for n, p in trainer._model.named_parameters() if p.requires_grad})
+    half, whole = found
+    assert max(gradient.abs().max() for gradient in whole.values()) > 1e-12
+    assert all(torch.allclose(half[name], whole[name], rtol=1e-2, atol=0) for name in whole)
+    trained(tmp_path / "half").save(tmp_path / "step_3")
+    merge(tmp_path / "step_3", tmp_path / "merged", base=tmp_path / "half")
+    assert {info.dtype for info in read_weight_infos(tmp_path / "merged").values()} == {"float16"}
 
 
 def test_merging_writes_the_published_weights_as_a_model_folder(folder: Path, tmp_path: Path) -> None:

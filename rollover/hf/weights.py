@@ -5,6 +5,7 @@ Only headers are read, no tensors, and torch is not needed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the input and the output matrix, which are one tensor where a model ties them."""
 COMPUTED = "rotary_emb.inv_freq"
 """End of the names of tensors in old checkpoints that every program computes itself."""
+
+_UNUSED = re.compile(r"rotary_emb\.inv_freq$|\batt(entio)?n\.(masked_)?bias$|(^|\.)mtp")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -88,6 +92,16 @@ def frozen_format(dtype: str) -> str:
     """Return the number format in which frozen weights are held whose folder has ``dtype``: gradients that pass through
     them would underflow in float16."""
     return "float32" if dtype == "float16" else dtype
+
+
+def is_unused(name: str, num_layers: float) -> bool:
+    """Return whether a tensor of a checkpoint is no weight of the model, and transformers leaves it out: it is computed
+    anyway, or predicts further tokens (MTP) in layers behind those of the model.
+
+    Example: ``is_unused("model.layers.46.eh_proj.weight", 46)`` is true.
+    """
+    layer = _LAYER.search(name)
+    return _UNUSED.search(name) is not None or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -18,6 +18,7 @@ summed in float32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -212,8 +213,9 @@ def _parts_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
         if problem is not None:
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: {problem}: {name}")
     twin = {EMBEDDING, HEAD} if HEAD not in parts else set()
+    unused = re.compile("|".join((re.escape(COMPUTED), *hf._keys_to_ignore_on_load_unexpected)))
     for name in sorted(infos.keys() - expected.keys() - twin):
-        if not name.endswith(COMPUTED):
+        if not unused.search(name):
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: unexpected keys: {name}")
     return parts
 

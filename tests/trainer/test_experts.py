@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rollover.errors import ConfigError
@@ -19,6 +19,8 @@ from rollover.trainer.memory import training_memory
 from rollover.trainer.models import named_weights, open_model, save_model
 from rollover.trainer.packing import pack
 from rollover.trainer.proof import prove
+from rollover.trainer.sharded import open_sharded
+from rollover.trainer.world import World
 from rollover.weights.base import specs_of
 from rollover.weights.sources import MemoryWeights
 from tests.trainer.builders import assert_gradients_of_separate_samples, make_batch, make_samples, make_trainer
@@ -123,6 +125,21 @@ def test_ranks_train_and_save_what_one_process_does(three: RankPool, family: str
     alone = train(None, folder=tmp_path, given=given, **settings)
     for other in three.call(train, folder=tmp_path, given=given, **settings):
         assert_alike(other, alone)
+
+
+def parts(world: World, *, folder: Path) -> int:
+    return len(open_sharded(folder, TrainerConfig(device="cpu", num_devices=2), world).hf.state_dict())
+
+
+def test_ranks_leave_out_layers_that_predict_further_tokens(two: RankPool, tmp_path: Path) -> None:
+    """As one process does, by the model's own list."""
+    model = make_experts(tmp_path, "glm4_moe")
+    path = tmp_path / "model.safetensors"
+    save_file(
+        {**load_file(path), "model.layers.46.eh_proj.weight": torch.ones(32, 64)}, path, metadata={"format": "pt"}
+    )
+    open_model(tmp_path)
+    assert two.call(parts, folder=tmp_path) == [len(model.state_dict())] * 2
 
 
 def test_ranks_share_rows_of_heads_that_have_other_sizes_for_values(two: RankPool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollover.errors import EngineError, ModelError
 from rollover.hf.config import read_config
-from rollover.hf.weights import COMPUTED, TensorInfo, read_weight_infos
+from rollover.hf.weights import TensorInfo, is_unused, read_weight_infos
 from rollover.weights.adapters import AdapterSource
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,6 +24,7 @@ class ModelFolder:
     path: Path
     vocab_size: int
     max_context_tokens: int
+    num_layers: float = math.inf
     tied_embeddings: bool
     cache_numbers_per_token: int
     """Keys and values of one token, in all layers."""
@@ -35,6 +36,7 @@ class ModelFolder:
         config = read_config(path)
         try:
             vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+            num_layers = int(config["num_hidden_layers"])
             cache_numbers = _cache_numbers_per_token(config)
         except (ValueError, KeyError, TypeError) as e:
             file = path / "config.json"
@@ -46,6 +48,7 @@ class ModelFolder:
             path=path,
             vocab_size=vocab_size,
             max_context_tokens=context,
+            num_layers=num_layers,
             tied_embeddings=bool(config.get("tie_word_embeddings")),
             cache_numbers_per_token=cache_numbers,
             weights=read_weight_infos(path),
@@ -88,11 +91,11 @@ class ModelFolder:
         """Check that tensors with these names and shapes are of this model. Raises ``EngineError`` naming the first
         that is not, and ``what`` they are."""
         twin = {"lm_head.weight"} if self.tied_embeddings else set()
-        for problem, absent in (
-            ("are missing", self.weights.keys() - given.keys() - twin),
-            ("are unknown", given.keys() - self.weights.keys() - twin),
+        for problem, absent, depth in (
+            ("are missing", self.weights.keys() - given.keys() - twin, self.num_layers),
+            ("are unknown", given.keys() - self.weights.keys() - twin, math.inf),  # a deeper model is another one
         ):
-            if names := {name for name in absent if not name.endswith(COMPUTED)}:
+            if names := {name for name in absent if not is_unused(name, depth)}:
                 raise EngineError(f"{what} do not fit: {len(names)} {problem}, first {min(names)!r}")
         for name, shape in given.items():
             expected = self.weights[name].shape if name in self.weights else shape

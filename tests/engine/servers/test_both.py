@@ -43,12 +43,21 @@ async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, fol
         assert [c.num_prefilled_tokens for c in chunks] == [8 - known_in_time] + [0] * (len(chunks) - 1)
 
 
-def test_what_every_program_computes_counts_as_a_weight_on_neither_side(folder: Path) -> None:
-    """Old checkpoints store it, and trainers publish none."""
-    model, name = ModelFolder.read(folder), "model.layers.0.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.fc.weight"),
+        *("gpt_neox.layers.0.attention.masked_bias", "h.0.attn.bias"),
+    ],
+)
+def test_what_transformers_leaves_out_is_a_weight_on_neither_side(folder: Path, name: str) -> None:
+    """Checkpoints of the hub store it, and trainers publish none."""
+    model = ModelFolder.read(folder)
     given = {name: info.shape for name, info in model.weights.items()}
     model.check_shapes(given | {name: (8,)}, "weights")
     some = next(iter(model.weights.values()))
     replace(model, weights={**model.weights, name: some}).check_shapes(given, "weights")
-    with pytest.raises(EngineError, match="1 are unknown, first 'other'"):
-        model.check_shapes(given | {"other": (8,)}, "weights")
+    replace(model, weights={**model.weights, "model.layers.2.eh_proj.weight": some}).check_shapes(given, "weights")
+    for other in ("other", "model.layers.2.eh_proj.weight", "model.layers.0.other.weight", "h.0.attn.c_attn.bias"):
+        with pytest.raises(EngineError, match=f"1 are unknown, first '{other}'"):
+            model.check_shapes(given | {other: (8,)}, "weights")

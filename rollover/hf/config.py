@@ -17,11 +17,6 @@ embedded engine in ``hf.architecture``."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys by which configs of several families name the number of experts."""
 
-_SHAPE = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads"),
-)
-
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer of a model; 0 if it has none."""
@@ -78,15 +73,3 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
     return config
-
-
-def check_same_architecture(checkpoint: Path, initial: Path) -> None:
-    """Raise ``ModelError`` when a checkpoint is not of the run's model."""
-    old, new = read_model_config(checkpoint), read_model_config(initial)
-    for key in _SHAPE:
-        if old.get(key) != new.get(key):
-            raise ModelError(
-                f"checkpoint {str(checkpoint)!r} has a model with {key} = {old.get(key)!r}, "
-                f"but the run's model {str(initial)!r} has {new.get(key)!r}: "
-                "resume with the model that the run started from"
-            )

@@ -55,7 +55,7 @@ def open_model(
 
     folder = resolve_model(name)
     read_model_config(folder)
-    layout = prove(_transformers_config(folder))
+    layout = prove(transformers_config(folder))
     try:
         with _quiet_transformers():
             model: Any
@@ -86,7 +86,8 @@ def open_model(
     return model.to(device or "cpu")
 
 
-def _transformers_config(folder: Path) -> Any:
+def transformers_config(folder: Path) -> Any:
+    """Read the config of a model as transformers does. Raises ``ModelError`` when it cannot."""
     from transformers import AutoConfig
 
     try:

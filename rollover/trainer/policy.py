@@ -15,13 +15,18 @@ from torch import Tensor
 
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions
-from rollover.hf.config import check_same_architecture, read_model_config
+from rollover.hf.config import read_model_config
 from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.config import StepConfig, TrainerConfig
-from rollover.trainer.models import named_weights, open_model, save_model
+from rollover.trainer.models import named_weights, open_model, save_model, transformers_config
 from rollover.trainer.shares import write_weights
 from rollover.trainer.world import ALONE, World
 from rollover.weights.adapters import holds_adapters
+
+_SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
 
 
 class Policy(Protocol):
@@ -135,6 +140,14 @@ def check_kind(config: TrainerConfig, checkpoint: Path, initial: Path) -> None:
         return
     try:
         read_model_config(checkpoint)
+        old = transformers_config(checkpoint)
     except ModelError as error:
         raise DamagedCheckpoint(checkpoint, str(error)) from error
-    check_same_architecture(checkpoint, initial)
+    new = transformers_config(initial)  # the files may name one value in different ways, or not at all
+    for key in _SHAPE:
+        if getattr(old, key, None) != getattr(new, key, None):
+            raise ModelError(
+                f"checkpoint {str(checkpoint)!r} has a model with {key} = {getattr(old, key, None)!r}, "
+                f"but the run's model {str(initial)!r} has {getattr(new, key, None)!r}: "
+                "resume with the model that the run started from"
+            )

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from rollover.trainer.checkpoint import (
 )
 from rollover.trainer.local import LocalTrainer
 from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.test_families import PADDED, config_of
 
 
 @pytest.fixture
@@ -227,6 +229,17 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -
     other = make_folder(tmp_path / "other", hidden_size=16)
     with pytest.raises(ModelError, match=r"hidden_size = 32.*has 16: resume with the model that the run started from"):
         make_trainer(other, resume_from=saved)
+
+
+def test_a_model_whose_config_has_a_size_under_another_name_resumes(tmp_path: Path) -> None:
+    """As LFM2's has on the hub. transformers writes it into checkpoints under its own name."""
+    model: Any = AutoModelForCausalLM.from_config(config_of("lfm2", **PADDED["lfm2"]))
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    shape = json.loads(path.read_text())
+    path.write_text(json.dumps({"block_ff_dim": shape.pop("intermediate_size"), **shape}))
+    make_trainer(tmp_path / "model").save(tmp_path / "step_0")
+    assert make_trainer(tmp_path / "model", resume_from=tmp_path / "step_0").version == 0
 
 
 def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -> None:

@@ -75,6 +75,7 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         max_prompt_tokens=config.tasks.max_prompt_tokens,
         max_response_tokens=config.rollout.max_new_tokens,
         batch_samples=config.rollout.rollout_batch_size * config.rollout.group_size,
+        group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
         needs_ref=resolve(config.algorithm).needs_ref,
         base_dtype=_base_format(config),

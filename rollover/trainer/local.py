@@ -176,6 +176,7 @@ class LocalTrainer:
                 world=world,
                 context=self._context,
                 quadratic=attention_share(self._model.config.hidden_size),
+                shares_prompts=not self._model.is_padded,
             )
             constants = self._constants(data, minis)
             measured_3T = torch.full((3, data.num_tokens), torch.nan, dtype=torch.float64, device=self._device)

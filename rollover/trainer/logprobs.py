@@ -34,6 +34,8 @@ class OneForward(nn.Module):
     """A model whose every use is one forward pass of this module, including the output matrix: FSDP gathers weights
     when a pass begins, and frees them when it ends."""
 
+    is_padded = False
+
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf = hf

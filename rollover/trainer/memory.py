@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -83,15 +84,18 @@ def training_memory(
     max_prompt_tokens: int,
     max_response_tokens: int,
     batch_samples: int,
+    group_size: int = 1,
     temperature: float = 1.0,
     needs_ref: bool = False,
     base_dtype: torch.dtype = torch.bfloat16,
 ) -> TrainingMemory:
-    """Compute the memory of a step over rows that are full of responses of the greatest length.
+    """Compute the memory of a step over rows that are full of responses of the greatest length, whose prompts are as
+    short or as long as they can be.
 
     Args:
         model: the content of its ``config.json``.
         batch_samples: samples in a batch; a few short ones may not fill a row.
+        group_size: responses to a prompt, which a row holds once.
         needs_ref: the algorithm compares with the policy that training began with.
         base_dtype: of the frozen weights, if adapters are trained.
 
@@ -101,12 +105,18 @@ def training_memory(
     15.5 GB for activations, or 1.2 GB with ``gradient_checkpointing``.
     """
     share = config.context_parallel  # devices that share a row divide its positions evenly
-    tokens = [-(-count // share) for count in (config.micro_batch_tokens, max_prompt_tokens, max_response_tokens)]
-    shallow, deeper = (
-        _trace(config, _of_depth(model, depth), (*tokens, batch_samples), temperature, base_dtype)
-        for depth in _TRACED_LAYERS
+    budget, longest, response = (
+        -(-count // share) for count in (config.micro_batch_tokens, max_prompt_tokens, max_response_tokens)
     )
-    size, whole = config.num_devices, shallow.at(_depth_of(model), deeper)
+    rows = [
+        (budget, prompt, response, batch_samples, group_size)
+        for prompt in ({1, longest} if longest + response <= budget else {longest})
+    ]
+    trace = partial(_trace, config, temperature=temperature, base_dtype=base_dtype)
+    traced = [[trace(_of_depth(model, n), row) for n in _TRACED_LAYERS] for row in rows]
+    depth = _depth_of(model)
+    shallow, deeper = max(traced, key=lambda traces: traces[0].at(depth, traces[1]).peak)
+    size, whole = config.num_devices, shallow.at(depth, deeper)
     kept = {
         "weights": whole.weights // size,
         "reference": whole.weights // size if needs_ref and config.lora is None else 0,
@@ -168,8 +178,8 @@ def _trace(
 ) -> _Trace:
     # PyTorch's own grouped product has no fake form in float32; the one of transformers takes the same memory.
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
-        row = _largest_row(*row_of)
         network = _without_values(config, model, base_dtype)
+        row = _largest_row(*row_of, shares_prompts=not network.is_padded)
         parameters = list(network.parameters())
         trained = [p for p in parameters if p.requires_grad]
         for parameter in trained:  # gradients exist from the first row of a mini-batch on
@@ -189,15 +199,17 @@ def _trace(
         )
 
 
-def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples: int) -> PackedRow:
-    """Return a row of ``budget`` positions, nearly all of which predict, or of one sample that is longer."""
-    if max_prompt + max_response > budget:
-        samples = [TrainingSample(prompt_ids=(0,) * max_prompt, response_ids=(0,) * max_response)]
-    else:
-        count = max(1, min(budget // max_response, batch_samples))
-        samples = [TrainingSample(prompt_ids=(0,), response_ids=(0,) * max_response)] * count
-    (row,) = pack(samples, max(budget, max_prompt + max_response))
-    return row
+def _largest_row(
+    budget: int, prompt: int, response: int, batch_samples: int, group_size: int, *, shares_prompts: bool
+) -> PackedRow:
+    """Return the row with the longest lines in all, of samples with such prompts and responses; of a single one if it
+    is longer than ``budget``."""
+    count = max(1, min(budget // response, batch_samples)) if prompt + response <= budget else 1
+    samples = [
+        TrainingSample(prompt_ids=(i // group_size,) * prompt, response_ids=(0,) * response) for i in range(count)
+    ]
+    rows = pack(samples, max(budget, prompt + response), shares_prompts=shares_prompts)
+    return max(rows, key=lambda row: sum(block_SL.numel() for block_SL in row.buckets))
 
 
 def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype: torch.dtype) -> Any:

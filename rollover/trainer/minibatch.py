@@ -216,10 +216,11 @@ def split(
     world: World = ALONE,
     context: ContextGroup | None = None,
     quadratic: float = 0.0,
+    shares_prompts: bool = True,
 ) -> tuple[MiniBatch, ...]:
     """Split a batch into ``num`` mini-batches of whole groups, as equal in groups as possible, packed into rows of
     ``budget`` tokens. Each rank of ``world`` gets its own rows, and the ranks of a ``context`` the same ones.
-    ``quadratic``: see ``balancing.family_cost``."""
+    ``quadratic``: see ``balancing.family_cost``; ``shares_prompts``: see ``pack``."""
     sizes = np.array(data.paths_per_group)
     ends = np.cumsum(sizes)
     lengths_P = np.array([path.num_sampled for path in data.paths])
@@ -235,6 +236,7 @@ def split(
             context=context,
             quadratic=quadratic,
             device=data.group_B.device,
+            shares_prompts=shares_prompts,
         )
         minis.append(
             MiniBatch(
@@ -263,11 +265,12 @@ def rows_of_rank(
     context: ContextGroup | None,
     quadratic: float,
     device: torch.device,
+    shares_prompts: bool,
 ) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
     """Return this rank's rows, its padding, and the input positions of all ranks (see ``balancing``). Ranks that share
     rows get the same ones."""
     if world.size == 1:
-        rows = pack(samples, budget, members=members, device=device)
+        rows = pack(samples, budget, members=members, device=device, shares_prompts=shares_prompts)
         return rows, (), sum(len(row.input_ids_N) for row in rows)
     number, each = (world.rank, 1) if context is None else (context.number, context.size)
     assigned = assign_rows(samples, members, budget=budget, num_ranks=world.size // each, quadratic=quadratic)

@@ -189,11 +189,14 @@ def pack(
     *,
     members: Sequence[int] | None = None,
     device: torch.device | None = None,
+    shares_prompts: bool = True,
 ) -> tuple[PackedRow, ...]:
     """Pack all samples of a batch, or only its ``members``, into rows of at most ``budget`` input positions (a longer
     sample is a row of its own). Samples and tokens keep their indices in the batch. The rows are on the CPU unless a
-    ``device`` is given."""
-    parts = families(samples, range(len(samples)) if members is None else members, budget)
+    ``device`` is given. Without ``shares_prompts`` each sample has its prompt to itself, as padded models compute it.
+    """
+    chosen = range(len(samples)) if members is None else members
+    parts = families(samples, chosen, budget) if shares_prompts else [(i,) for i in chosen]
     bins = first_fit_decreasing([num_positions(samples, part) for part in parts], budget)
     return rows_of(samples, [[parts[i] for i in b] for b in bins], device=device)
 

@@ -100,6 +100,7 @@ class SFTTrainer:
                 context=self._context,
                 quadratic=attention_share(model.config.hidden_size),
                 device=self._device,
+                shares_prompts=not model.is_padded,
             )
             loss, counts = 0.0, self._context is None or self._context.place == 0
             for row, weight in [*((row, -1 / num_tokens) for row in rows), *((row, 0.0) for row in padding)]:

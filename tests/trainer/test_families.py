@@ -9,14 +9,25 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollover.batch import Batch, Group
 from rollover.errors import ConfigError, ModelError
 from rollover.trainer import attention, logprobs
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
 from rollover.trainer.models import named_weights, open_model
-from rollover.trainer.packing import pack
+from rollover.trainer.packing import TrainingSample, pack
 from rollover.trainer.proof import BOUND, prove
-from tests.trainer.builders import VOCAB, assert_gradients_of_separate_samples, make_samples, separate_logprobs
+from rollover.trainer.setup import SFTSetup
+from rollover.trainer.sft import SFTTrainer
+from rollover.types import Prompt, SampleId
+from tests.trainer.builders import (
+    VOCAB,
+    assert_gradients_of_separate_samples,
+    make_samples,
+    make_trainer,
+    make_trajectory,
+    separate_logprobs,
+)
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi", "phi3", "olmo", "olmo2", "olmo3", "smollm3"),
@@ -73,6 +84,25 @@ def test_what_is_not_packed_exactly_is_padded(family: str, tmp_path: Path) -> No
     for token_T, logprobs_T in found:
         torch.testing.assert_close(logprobs_T, alone[token_T], atol=1e-4, rtol=1e-4)
     assert_gradients_of_separate_samples(policy, model, samples)
+
+
+def test_passes_of_a_padded_model_are_within_their_budget(tmp_path: Path) -> None:
+    """Siblings do not share their prompt there, in training and in a warm-up."""
+    AutoModelForCausalLM.from_config(config_of("lfm2", **PADDED["lfm2"])).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    prompt, responses = (3,) * 60, [(4, 5, 6, 7, 8, i) for i in range(5)]
+    trainer = make_trainer(tmp_path, micro_batch_tokens=140)
+    warmup = SFTTrainer(SFTSetup(config=SFTConfig(micro_batch_tokens=140)), tmp_path, device="cpu")
+    widths: list[int] = []
+    for model in (trainer._model, warmup._policy.model):
+        model.base_model.register_forward_pre_hook(
+            lambda module, args, given: widths.append(given["input_ids"].numel()), with_kwargs=True
+        )
+    ids = Prompt(prompt_id="p", token_ids=prompt, text="", source="test")
+    found = [make_trajectory(SampleId(0, i), ids, r, reward=i, version=0) for i, r in enumerate(responses)]
+    trainer.step(Batch(step=0, groups=(Group(group_id=0, prompt=ids, trajectories=tuple(found)),)))
+    warmup.step(0, [TrainingSample(prompt_ids=prompt, response_ids=r) for r in responses])
+    assert widths == [130, 130, 65] * 2
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,13 @@ def test_a_long_sample_has_its_own_row_and_a_small_batch_fills_none() -> None:
     assert estimate(CONFIG, batch_samples=1).activations < 0.2 * estimate(CONFIG).activations
 
 
+def test_long_prompts_that_siblings_share_are_counted_for_each() -> None:
+    """Attention gathers a prompt for each of its responses, though the row holds it once."""
+    short = {"max_response_tokens": 64, "batch_samples": 8}
+    alone, shared = (estimate(CONFIG, max_prompt_tokens=1024, group_size=n, **short) for n in (1, 8))
+    assert shared.activations > 2 * alone.activations
+
+
 def test_devices_that_share_a_row_divide_what_it_takes_and_nothing_else() -> None:
     whole = replace(CONFIG, num_devices=4)
     one, part = estimate(whole), estimate(replace(whole, context_parallel=4))

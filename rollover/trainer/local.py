@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rollover.algorithms.advantages import ComponentRewards, TurnRewards, compute_advantages, shaping
 from rollover.algorithms.batch import TokenBatch
@@ -304,18 +305,19 @@ class LocalTrainer:
             components = ComponentRewards(values_BK, weights_BK, shaping_B)
         if data.turns_BK is not None and data.turn_T is not None:
             turns = TurnRewards(data.turns_BK, shaping_B, data.turn_T)
-        advantages_T = compute_advantages(
-            self._algorithm,
-            rewards_B=data.rewards_B + shaping_B,
-            group_B=data.group_B,
-            sample_T=data.sample_T,
-            baseline_B3=data.baseline_B3,
-            components=components,
-            turns=turns,
-            loss_mask_T=data.loss_mask_T,
-            proximal_logprobs_T=proximal_T,
-            ref_logprobs_T=ref_T,
-        ).float()
+        given = {
+            "rewards_B": data.rewards_B + shaping_B,
+            "group_B": data.group_B,
+            "sample_T": data.sample_T,
+            "baseline_B3": data.baseline_B3,
+            "components": components,
+            "turns": turns,
+            "loss_mask_T": data.loss_mask_T,
+            "proximal_logprobs_T": proximal_T,
+            "ref_logprobs_T": ref_T,
+        }
+        on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), given)  # CUDA has no deterministic cumulative sum
+        advantages_T = compute_advantages(self._algorithm, **on_cpu).float().to(self._device)
         return StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=ref_T, advantages_T=advantages_T)
 
     def _accumulate(

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.algorithms.advantages import compute_advantages
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.batch import Batch
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
@@ -42,6 +44,26 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TokenBatch, Denominators
 
 def of_batch(batch: Batch) -> list[TrainingSample]:
     return [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in batch.trajectories]
+
+
+def test_advantages_are_computed_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some need cumulative sums, of which CUDA has no deterministic ones."""
+    moved, given = list[Tensor](), list[Any]()
+
+    def cpu(tensor: Tensor) -> Tensor:
+        moved.append(tensor.clone())
+        return moved[-1]
+
+    def spied(algorithm: Any, **arguments: Any) -> Tensor:
+        given.extend(tree_leaves(arguments))
+        return compute_advantages(algorithm, **arguments)
+
+    monkeypatch.setattr(Tensor, "cpu", cpu)
+    monkeypatch.setattr(trainer_module, "compute_advantages", spied)
+    make_trainer(folder, algorithm="turn-grpo", deterministic=True).step(make_batch())
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    assert len(tensors) == 8
+    assert {*map(id, tensors)} <= {*map(id, moved)}
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr-grpo", "rloo", "reinforce++"])

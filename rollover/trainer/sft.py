@@ -3,6 +3,7 @@ uses."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,7 +119,11 @@ class SFTTrainer:
         self._policy.write(folder, companions=self._companions)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Give the memory of model and optimizer back."""
+        del self._policy, self._optimizer
+        gc.collect()  # a layer that is recomputed refers to itself
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def run_sft(

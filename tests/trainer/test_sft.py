@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_the_same_config_gives_the_same_model(folder: Path, tmp_path: Path) -> N
         settings = config(num_steps=3, learning_rate=1e-3)
         run_sft(folder, itertools.cycle(EXAMPLES), settings, output=tmp_path / name, deterministic=True)
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+def test_nothing_of_the_model_is_left_after_a_warm_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that start on the same device afterwards find its memory free."""
+    left: list[weakref.ref[torch.Tensor]] = []
+    save = SFTTrainer.save
+
+    def saved(self: SFTTrainer, folder: Path) -> None:
+        left.extend(map(weakref.ref, self._policy.model.parameters()))
+        save(self, folder)
+
+    monkeypatch.setattr(SFTTrainer, "save", saved)
+    run_sft(folder, EXAMPLES, config(num_steps=1, gradient_checkpointing=True), output=tmp_path / "o")
+    assert left and not any(parameter() is not None for parameter in left)
 
 
 def test_progress_tells_each_step_once_with_its_tokens(folder: Path, tmp_path: Path) -> None:

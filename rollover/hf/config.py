@@ -17,6 +17,19 @@ embedded engine in ``hf.architecture``."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys by which configs of several families name the number of experts."""
 
+_OTHER_NAMES = {
+    "max_position_embeddings": ("n_positions", "seq_length"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "hidden_size": ("n_embd", "n_embed"),
+}
+"""Names that GPT-2 and BLOOM have for sizes, by the usual ones."""
+
+
+def size_of(config: Mapping[str, Any], key: str) -> Any:
+    """Return a size of a model, whatever its family names it; ``None`` if the config does not say."""
+    return next((config[name] for name in (key, *_OTHER_NAMES.get(key, ())) if config.get(name) is not None), None)
+
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer of a model; 0 if it has none."""
@@ -47,8 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def max_context(folder: Path) -> float:
     """Return the most tokens that a model reads at once, by its ``config.json``; infinity if that does not say."""
-    config = read_config(folder)
-    found = config.get("max_position_embeddings", config.get("n_positions"))
+    found = size_of(read_config(folder), "max_position_embeddings")
     return found if isinstance(found, int) else inf
 
 

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollover.errors import EngineError, ModelError
-from rollover.hf.config import read_config
+from rollover.hf.config import read_config, size_of
 from rollover.hf.weights import TensorInfo, is_unused, read_weight_infos
 from rollover.weights.adapters import AdapterSource
 
@@ -34,23 +33,22 @@ class ModelFolder:
     def read(cls, path: Path) -> ModelFolder:
         """Read a model folder. Raises ``ModelError`` when config or weights cannot be read."""
         config = read_config(path)
-        try:
-            vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
-            num_layers = int(config["num_hidden_layers"])
-            cache_numbers = _cache_numbers_per_token(config)
-        except (ValueError, KeyError, TypeError) as e:
-            file = path / "config.json"
+        keys = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size")
+        sizes = {key: size_of(config, key) for key in keys}
+        if wrong := [key for key, found in sizes.items() if not isinstance(found, int)]:
             raise ModelError(
-                f"{file} must state the sizes of a language model as numbers (vocab_size, max_position_embeddings and"
-                f" those of its layers and heads): {type(e).__name__}: {e}"
-            ) from None
+                f"{path / 'config.json'} must state {wrong[0]} as a whole number, got {sizes[wrong[0]]!r}: add it, as"
+                " the servers of the model have it"
+            )
+        vocab_size, context, num_layers, heads, hidden = sizes.values()
+        head_dim, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
         return cls(
             path=path,
             vocab_size=vocab_size,
             max_context_tokens=context,
             num_layers=num_layers,
             tied_embeddings=bool(config.get("tie_word_embeddings")),
-            cache_numbers_per_token=cache_numbers,
+            cache_numbers_per_token=2 * num_layers * kv_heads * head_dim,
             weights=read_weight_infos(path),
         )
 
@@ -91,14 +89,16 @@ class ModelFolder:
         """Check that tensors with these names and shapes are of this model. Raises ``EngineError`` naming the first
         that is not, and ``what`` they are."""
         twin = {"lm_head.weight"} if self.tied_embeddings else set()
+        weights = {_without_prefix(name): info.shape for name, info in self.weights.items()}
+        given = {_without_prefix(name): shape for name, shape in given.items()}
         for problem, absent, depth in (
-            ("are missing", self.weights.keys() - given.keys() - twin, self.num_layers),
-            ("are unknown", given.keys() - self.weights.keys() - twin, math.inf),  # a deeper model is another one
+            ("are missing", weights.keys() - given.keys() - twin, self.num_layers),
+            ("are unknown", given.keys() - weights.keys() - twin, math.inf),  # a deeper model is another one
         ):
             if names := {name for name in absent if not is_unused(name, depth)}:
                 raise EngineError(f"{what} do not fit: {len(names)} {problem}, first {min(names)!r}")
         for name, shape in given.items():
-            expected = self.weights[name].shape if name in self.weights else shape
+            expected = weights.get(name, shape)
             if shape != expected:
                 raise EngineError(f"{what} do not fit: {name!r} has shape {list(shape)}, expected {list(expected)}")
 
@@ -110,7 +110,6 @@ class ModelFolder:
             raise EngineError(str(e)) from None
 
 
-def _cache_numbers_per_token(config: Mapping[str, Any]) -> int:
-    heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * head_dim
+def _without_prefix(name: str) -> str:
+    """Return the name of a weight as GPT-2 and BLOOM have it on the hub, and servers take it with the prefix too."""
+    return name.removeprefix("transformer.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from rollover.engine.servers.folder import ModelFolder
-from rollover.errors import EngineError
+from rollover.errors import EngineError, ModelError
+from rollover.hf.config import max_context
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
 from tests.engine.servers.kit import bodies
@@ -41,6 +43,21 @@ async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, fol
         chunks = await collect(engine, request("b", prompt_ids=(1,) * 2, response_ids=(2,) * 8, max_new_tokens=20))
         known_in_time = 3 if kind is sglang_kit else 0  # vLLM tells it at the end
         assert [c.num_prefilled_tokens for c in chunks] == [8 - known_in_time] + [0] * (len(chunks) - 1)
+
+
+def test_sizes_are_read_under_the_names_of_gpt2_and_bloom(folder: Path) -> None:
+    """A context that nothing names is asked for."""
+    gpt2 = {"vocab_size": 8, "n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    (folder / "config.json").write_text(json.dumps(gpt2))
+    model = ModelFolder.read(folder)
+    assert (model.max_context_tokens, model.num_layers, model.cache_numbers_per_token) == (64, 2, 128)
+    model.check_shapes({f"transformer.{name}": info.shape for name, info in model.weights.items()}, "weights")
+    bloom = {"vocab_size": 8, "n_layer": 3, "n_head": 4, "n_embed": 32}
+    (folder / "config.json").write_text(json.dumps({**bloom, "seq_length": 48}))
+    assert ModelFolder.read(folder).max_context_tokens == max_context(folder) == 48
+    (folder / "config.json").write_text(json.dumps(bloom))
+    with pytest.raises(ModelError, match="must state max_position_embeddings as a whole number, got None: add it"):
+        ModelFolder.read(folder)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rollover.hf.tokenizer import FastTokenizer
@@ -71,6 +72,12 @@ class Markers:
             at = end
         last = _piece(self._whole, text[at:], is_first=not ids)
         return None if last is None else [*ids, *last]
+
+
+@lru_cache(maxsize=1)
+def markers_of(tokenizer: Any) -> Markers:
+    """Return the markers of a fast tokenizer, made once, since this writes the whole tokenizer out."""
+    return Markers(tokenizer)
 
 
 def _piece(backend: Any, text: str, *, is_first: bool) -> list[int] | None:

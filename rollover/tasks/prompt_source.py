@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
-from rollover.hf.markers import Markers
+from rollover.hf.markers import markers_of
 from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap, NoAnswer
 from rollover.tasks.messages import Question, asked
@@ -299,7 +299,7 @@ def reply_ids(tokenizer: FastTokenizer, text: str, end: int) -> tuple[int, ...]:
     ids = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if ends.isdisjoint(ids):
         return (*ids, end)
-    markers = _markers(cast(Any, tokenizer))
+    markers = markers_of(cast(Any, tokenizer))
     spelled = [found for found in markers.find(text) if markers.id_of(text[slice(*found)]) in ends]
     while spelled and not text[spelled[-1][1] :].strip():
         text = text[: spelled.pop()[0]]
@@ -309,11 +309,6 @@ def reply_ids(tokenizer: FastTokenizer, text: str, end: int) -> tuple[int, ...]:
             f"a response spells out an end token, which cannot be written as text: {text!r:.80}; leave it out"
         )
     return (*written, end)
-
-
-@lru_cache(maxsize=1)
-def _markers(tokenizer: Any) -> Markers:
-    return Markers(tokenizer)  # which writes the whole tokenizer out
 
 
 def _spread(index: int) -> float:

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rollover.errors import DataError
-from rollover.hf.markers import Markers
+from rollover.hf.markers import Markers, markers_of
 from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, is_text
@@ -91,7 +91,7 @@ class PromptEncoder:
 
     @cached_property
     def _markers(self) -> Markers:
-        return Markers(self._tokenizer)  # which writes the whole tokenizer out
+        return markers_of(cast(Any, self._tokenizer))
 
     def answer(
         self,
@@ -105,11 +105,16 @@ class PromptEncoder:
         the next turn. A marker that a message spells out is encoded as text. Without a template, the texts alone.
 
         Raises:
-            DataError: the template refuses, drops or changes a message.
+            DataError: the template refuses, drops or changes a message, or a marker in it cannot be text.
         """
         if self._template is None:
             text = "".join(message["content"] for message in messages)
-            return tuple(self._markers.encode(text, self._markers.find(text)) or ())
+            plain = self._markers.encode(text, self._markers.find(text))
+            if plain is None:
+                raise DataError(
+                    f"{where}: a text spells out a marker, which cannot be written as text: {text!r:.80}; leave it out"
+                )
+            return tuple(plain)
         before = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
         try:
             written = self._template.write(

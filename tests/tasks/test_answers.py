@@ -11,12 +11,13 @@ from rollover.environments.episodes import AgentConfig, ClassConfig
 from rollover.environments.episodes.base import Action
 from rollover.environments.rewards.episode import EnvironmentRewardConfig
 from rollover.errors import DataError
+from rollover.hf import markers
 from rollover.hf.markers import Markers
-from rollover.tasks import prompts
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import AnswerWriter, begin_episode, encoder_of
 from rollover.tasks.messages import Question
+from rollover.tasks.prompt_source import reply_ids
 from rollover.tasks.prompts import Encoded, PromptEncoder
 from rollover.tasks.sources import JsonlConfig
 from rollover.types import Prompt
@@ -158,7 +159,7 @@ def test_a_reset_that_fails_or_would_not_be_read_is_named() -> None:
             begin_episode(environment, AnswerWriter(encoder("qwen2_5"), CALC), replace(prompt, columns=columns))
 
 
-def test_a_tokenizer_is_written_out_once_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_written_out_once_for_all_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes a third of a millisecond for 300 tokens, and far longer for the tokens of a large model."""
     made = list[Markers]()
 
@@ -166,7 +167,17 @@ def test_a_tokenizer_is_written_out_once_for_all_answers(monkeypatch: pytest.Mon
         made.append(Markers(tokenizer))
         return made[-1]
 
-    monkeypatch.setattr(prompts, "Markers", make)
-    writer = AnswerWriter(PromptEncoder(char_tokenizer(), TasksConfig()), CALC)
-    assert [writer.write([said("user", text)], -1, {}) for text in ("46", "</s>")] == [ids("46"), ids("</s>")]
+    monkeypatch.setattr(markers, "Markers", make)
+    tokenizer = char_tokenizer()
+    writers = [AnswerWriter(PromptEncoder(tokenizer, TasksConfig()), CALC) for _ in range(2)]
+    for writer in writers:
+        assert [writer.write([said("user", text)], -1, {}) for text in ("46", "</s>")] == [ids("46"), ids("</s>")]
+    assert reply_ids(tokenizer, "</s>4", 1) == (*ids("</s>4"), 1)
     assert len(made) == 1
+
+
+def test_a_text_that_cannot_be_written_without_a_marker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a template too: the answer would be empty."""
+    monkeypatch.setattr(Markers, "encode", lambda *_: None)
+    with pytest.raises(DataError, match=r"q: a text spells out a marker, .* as text: 'see </s>'; leave it out"):
+        PromptEncoder(char_tokenizer(), TasksConfig()).answer([said("user", "see </s>")], {}, where="q")

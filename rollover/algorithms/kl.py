@@ -58,13 +58,13 @@ def _weight(trainer_T: Tensor, rollout_T: Tensor) -> Tensor:
     return (trainer_T - rollout_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _with_slope(value_T: Tensor, slope_T: Tensor, trainer_T: Tensor) -> Tensor:
-    """Return ``value_T`` with the gradient ``slope_T`` with respect to ``trainer_T``.
+def _weighted(weight_T: Tensor, value_T: Tensor, slope_T: Tensor, trainer_T: Tensor) -> Tensor:
+    """Return the weighted ``value_T`` with the weighted ``slope_T`` as its gradient with respect to ``trainer_T``.
 
     The slopes of the weighted estimators are written out: d and d + 1 are what is left after terms of exp(-d) cancel,
     and bounded terms would not cancel.
     """
-    return value_T.detach() + slope_T.detach() * (trainer_T - trainer_T.detach())
+    return (weight_T * value_T).detach() + (weight_T * slope_T).detach() * (trainer_T - trainer_T.detach())
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -72,9 +72,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k2": lambda lp, ref, beh: _k2(lp, ref),
     "k3": lambda lp, ref, beh: k3(lp - ref),
     "k3_k2grad": lambda lp, ref, beh: _k3_k2grad(lp, ref),
-    "k1_unbiased": lambda lp, ref, beh: _with_slope(
-        _weight(lp, beh) * (lp - ref), _weight(lp, beh) * (lp - ref + 1), lp
-    ),
+    "k1_unbiased": lambda lp, ref, beh: _weighted(_weight(lp, beh), lp - ref, lp - ref + 1, lp),
     "k2_unbiased": lambda lp, ref, beh: _weight(lp, beh) * _k2(lp, ref),
-    "k3_unbiased": lambda lp, ref, beh: _with_slope(_weight(lp, beh) * k3(lp - ref), _weight(lp, beh) * (lp - ref), lp),
+    "k3_unbiased": lambda lp, ref, beh: _weighted(_weight(lp, beh), k3(lp - ref), lp - ref, lp),
 }

@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,8 +130,12 @@ class ChatTemplate:
 
     def names(self, argument: str) -> bool:
         """Return whether the template's code has a name; its texts and strings do not count."""
-        lex = Environment().lex
-        return any(token[1:] == ("name", argument) for tools in (False, True) for token in lex(self._text(tools)))
+        return argument in self._names
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        tokens = (token for tools in (False, True) for token in Environment().lex(self._text(tools)))
+        return frozenset(text for _, kind, text in tokens if kind == "name")
 
     def _text(self, with_tools: bool) -> str:
         try:

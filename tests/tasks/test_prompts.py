@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment
 
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
@@ -149,6 +150,17 @@ def test_a_template_file_is_always_read_without_its_byte_order_mark(tmp_path: Pa
     assert PromptEncoder(char_tokenizer(), config).encode(Question("hi"), where="x").text == "<user>hi\n<assistant>"
     with pytest.raises(DataError, match=r"no chat template can be chosen .*; set tasks.chat_template_file"):
         PromptEncoder(char_tokenizer({"a": CHAT}), TasksConfig())  # type: ignore[arg-type]
+
+
+def test_a_template_is_read_once_for_the_arguments_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, read = PromptEncoder(char_tokenizer(CHAT + "{{ a or b }}"), TasksConfig()), list[str]()
+    lex = Environment.lex
+    monkeypatch.setattr(Environment, "lex", lambda self, text: read.append(text) or lex(self, text))
+    for value in range(3):
+        encoder.encode(Question("hi", arguments={"a": value, "b": value}), where="x")
+    assert len(read) == 2  # with tools, and without
+    with pytest.raises(DataError, match="c: the chat template reads no argument of this name"):
+        encoder.encode(Question("hi", arguments={"c": 1}), where="x")
 
 
 def test_a_template_that_cuts_a_text_is_refused_with_the_place(tmp_path: Path) -> None:

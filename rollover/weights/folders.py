@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from rollover.hf.companions import read_companions, write_companions
 from rollover.hf.folder import PARTIAL, write_folder
-from rollover.hf.weights import EMBEDDING, HEAD, read_weight_infos
+from rollover.hf.weights import EMBEDDING, read_weight_infos
 from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource
+from rollover.weights.buckets import as_served
 from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _KEPT = 2
@@ -39,17 +39,13 @@ class ServedFormats:
 
     def cast(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor, on the CPU and contiguous, one at a time."""
-        for name, tensor in source.tensors():
-            yield name, tensor.detach().to("cpu", self._dtype(name, tensor)).contiguous()
-        if HEAD in self.dtypes and HEAD not in {spec.name for spec in source.manifest.tensors}:
-            ((_, tied),) = source.tensors([EMBEDDING])
-            yield HEAD, tied.detach().clone().to("cpu", self._dtype(HEAD, tied)).contiguous()
-
-    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         import torch
 
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return known.get(self.dtypes.get(name, ""), tensor.dtype)
+        held, specs = source.manifest.tensors, as_served(source.manifest.tensors, self.dtypes)
+        names = [*(spec.name for spec in held), *[EMBEDDING] * (len(specs) - len(held))]
+        for spec, name, (_, tensor) in zip(specs, names, source.tensors(names), strict=True):
+            dtype = getattr(torch, spec.dtype, tensor.dtype)
+            yield spec.name, tensor.detach().to("cpu", dtype, copy=spec.name != name).contiguous()
 
 
 class WeightFolders:

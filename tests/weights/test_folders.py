@@ -50,6 +50,13 @@ def test_a_version_is_a_model_folder_in_the_formats_of_the_initial_model(like: P
     assert torch.equal(found["model.norm.weight"], torch.full((3,), 0.1).bfloat16())
 
 
+def test_a_matrix_under_another_name_is_not_taken_for_the_output(like: Path, tmp_path: Path) -> None:
+    """Of a tied model whose input matrix has a name of its family."""
+    save_file({"wte.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()}, like / "model.safetensors")
+    folder = WeightFolders(tmp_path / "weights", like=like).write(MemoryWeights(1, {"wte.weight": EMBEDDING})).folder
+    assert folder is not None and load_file(folder / "model.safetensors").keys() == {"wte.weight"}
+
+
 def test_the_two_newest_stay_and_what_another_run_left_goes(like: Path, tmp_path: Path) -> None:
     root = tmp_path / "weights"
     for name in ("v9", ".partial-x", "mine"):

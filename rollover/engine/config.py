@@ -50,11 +50,7 @@ class DeclaredCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDemands:
-    """The demands that a run makes on its engine.
-
-    Example: with ``EngineDemands(strategy="april", staleness_bound=4, ...)``, a swarm in mode ``pull`` yields a
-    refusal, since it samples from the newest weights alone.
-    """
+    """The demands that a run makes on its engine."""
 
     strategy: str
     """Kind of the strategy, for messages."""
@@ -69,10 +65,7 @@ class EngineDemands:
 
 
 class EngineConfig(ABC):
-    """The base of the configs of all engines. Each adds its fields, ``kind`` among them.
-
-    Example: ``EmbeddedConfig().publish_timeout_s`` is 600.0; a config of servers adds up the deadlines of one.
-    """
+    """The base of the configs of all engines. Each adds its fields, ``kind`` among them."""
 
     __slots__ = ()
 

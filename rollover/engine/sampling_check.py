@@ -165,9 +165,6 @@ async def check_sampling(engine: Engine, reference: Reference, *, temperature: f
 def _sigmas(count: int, p_N: NDArray[np.float64]) -> float:
     """Return how far ``count`` successes of independent trials are from the expected number, in standard deviations of
     a normal distribution that are as improbable.
-
-    Example: no success in 40 trials of probability 0.3, which happens once in 1.6 million times, is -4.8; no success in
-    40 of 1e-9, which is the rule, is 0.
     """
     mass = np.zeros(len(p_N) + 1)
     mass[0] = 1.0

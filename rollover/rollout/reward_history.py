@@ -66,7 +66,7 @@ class RewardHistory:
         """Add a reward, unless no trainer can hold it: journals of earlier versions may have such rewards."""
         if abs(reward) <= MAX_REWARD:
             self.sources.setdefault(prompt.source, _Moments()).add(reward, _MEMORY)
-            row = self.rows[_row(prompt)] = self.rows.pop(_row(prompt), None) or _Moments()
+            row = self.rows[_row(prompt)] = self.rows.pop(_row(prompt), _Moments())
             row.add(reward, 16 * _PRIOR)
             if len(self.rows) > _MOST_ROWS:
                 del self.rows[next(iter(self.rows))]

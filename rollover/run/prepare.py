@@ -152,12 +152,11 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
-    end, context = reply_end(tokenizer, tasks), max_context(base)
+    end, context, bare = reply_end(tokenizer, tasks), max_context(base), warmup.bare_answers
 
     class Worked:
         def __iter__(self) -> Iterator[Example]:  # as often as the warm-up begins
             lessons = demonstrations(tasks, tokenizer, end=end)
-            bare = warmup.bare_answers
             return examples(source, tokenizer, end=end, bare_answers=bare, lessons=lessons, context=context)
 
     worked = Worked()

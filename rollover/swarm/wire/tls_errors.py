@@ -15,11 +15,7 @@ _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNE
 
 
 def tls_refusal(error: BaseException | None) -> str | None:
-    """Return why TLS failed and what to do, if an error or one of its causes is of TLS.
-
-    Example: ``"it does not speak TLS there (WRONG_VERSION_NUMBER): is the port right? ..."`` of a coordinator that has
-    no certificate.
-    """
+    """Return why TLS failed and what to do, if an error or one of its causes is of TLS."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollover.engine.background import refused
-from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
@@ -58,10 +57,6 @@ class Dialect(Protocol):
 
     async def check_model(self) -> int:
         """Check the model and the settings of a server that is ours and not paused. Returns its longest context."""
-        ...
-
-    def check_request(self, request: GenerateRequest) -> None:
-        """Raise ``EngineError`` for a request that this kind of server cannot answer as the contract asks."""
         ...
 
     def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:

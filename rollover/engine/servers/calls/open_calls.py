@@ -178,7 +178,6 @@ class OpenCalls:
     # -- one call --------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerateRequest) -> None:
-        self._dialect.check_request(request)
         self._used_ids.check(request.request_id)
         check_limits(request, self.max_context_tokens, self._client)
 

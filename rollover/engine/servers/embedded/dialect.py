@@ -131,9 +131,6 @@ class EmbeddedServerDialect:
             async for _ in events:
                 pass
 
-    def check_request(self, request: GenerateRequest) -> None:
-        """Accept every request: the server's engine supports all that the contract asks."""
-
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         request, is_first = call.request, True
         async with aclosing(self._events(request, call.patience)) as events:

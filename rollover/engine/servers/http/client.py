@@ -113,22 +113,14 @@ class HTTPClient:
         name: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
         self._name = name
         self._config = config
-        key = api_key(config) if name is None else None
         self.key_env = config.api_key_env
-        self.reader = Reader(self.url, [] if key is None else [key])
-        """Through which everything that the server says is read."""
         self.last_heard_s = float("-inf")
         """Loop time at which the server last sent something."""
-        headers = {"Accept-Encoding": "identity"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
         self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            verify=_tls(config, self.url),
+            headers={"Accept-Encoding": "identity"},
+            verify=_tls(config, url),
             timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
             # vLLM and SGLang close an idle connection after 5 s, perhaps while a call is on its way.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
@@ -136,6 +128,7 @@ class HTTPClient:
             follow_redirects=False,
             trust_env=False,  # no proxy, no .netrc: the config alone says where calls go and with which key
         )
+        self.move(url, api_key(config) if name is None else None)
 
     def __repr__(self) -> str:
         return self._name or self.url
@@ -144,6 +137,7 @@ class HTTPClient:
         """Use another address for the server from now on; calls in progress continue where they were sent."""
         self.url = url.rstrip("/")
         self.reader = Reader(self.url, [] if key is None else [key])
+        """Through which everything that the server says is read."""
         self._http.base_url = httpx.URL(self.url)
         self._http.headers.pop("Authorization", None)
         if key is not None:

@@ -80,10 +80,6 @@ class NamedCalls:
         self._client = client
         self._prefix = f"{secrets.token_hex(4)}/"
 
-    def check_request(self, request: GenerateRequest) -> None:
-        if DELIMITER in request.request_id:
-            raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
-
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
 
@@ -94,6 +90,8 @@ class NamedCalls:
         await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
 
     def _rid(self, request_id: str) -> str:
+        if DELIMITER in request_id:
+            raise EngineError(f"request id {request_id!r} must not contain {DELIMITER!r}")
         return f"{self._prefix}{request_id}{DELIMITER}"
 
 

@@ -19,7 +19,6 @@ from contextlib import aclosing
 from typing import Any
 
 from rollover.engine.background import refused
-from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
@@ -120,9 +119,6 @@ class VLLMDialect:
             await self._client.call("POST", "/v1/completions", body=self._one_token(0), timeout_s=timeout_s)
 
     # -- calls -----------------------------------------------------------------------------------------------
-
-    def check_request(self, request: GenerateRequest) -> None:
-        """Accept every request: each can be answered."""
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         stream = self._client.events(Completion, "/v1/completions", self._body(call), call.patience)

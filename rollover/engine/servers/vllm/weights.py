@@ -37,10 +37,12 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
     resumes by itself: it has not been sent a call yet.
     """
 
-    sets_label = False
-
     async def label(self) -> str:
         return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
+
+    async def settle(self, label: str, *, keeps_kv: bool) -> None:
+        await super().settle(label, keeps_kv=keeps_kv)
+        await self.set_label(label)
 
     async def _load_folder(self, label: str, folder: Path, *, keeps_kv: bool) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}

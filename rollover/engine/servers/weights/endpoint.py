@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rollover.engine.background import refused
 from rollover.engine.servers.config import ServerConfig
@@ -43,9 +43,6 @@ class WeightTerms:
 
 class WeightEndpoint(ABC, Generic[C]):
     """The endpoint of one server. Each kind of server has a subclass. All calls raise ``EngineError``."""
-
-    sets_label: ClassVar[bool] = True
-    """The calls by which it loads full weights set their label too."""
 
     def __init__(self, client: HTTPClient, config: C, model: ModelFolder, terms: WeightTerms) -> None:
         self.adapters = terms.adapters
@@ -85,10 +82,8 @@ class WeightEndpoint(ABC, Generic[C]):
         return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
 
     async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """Do what remains once all tensors are there."""
+        """Do what remains once all tensors are there, under ``label``."""
         await self._forget_cache(keeps_kv=keeps_kv)
-        if not self.sets_label:
-            await self.set_label(label)
         self.adapter = self._over_base = None
 
     @abstractmethod

@@ -54,11 +54,6 @@ class Coordinator:
         checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
         secret: by which a coordinator that is started after this one knows which samples it gave to which member;
             without it, none of these calls is resumed.
-
-    Example: one call from its opening to its first token::
-
-        coordinator.opened(request, now_s)                         # [Send(3, Assign(...))]
-        coordinator.received(3, Decoded(...), now_s)               # [Deliver("a#1.", chunk)]
     """
 
     def __init__(

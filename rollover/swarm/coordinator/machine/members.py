@@ -97,7 +97,7 @@ class SwarmMember:
     is_revoked: bool = False
     """Its token was revoked; a worker with a new token of the same name may join."""
     last_error: str = ""
-    """What is wrong with it now, or ended its last membership."""
+    """The reason for which it does less than it should, or was lost."""
     num_failures: int = 0
     """Calls that failed at it, one trial after the other, since it decoded a token."""
     failed_samples: set[str] = field(default_factory=set)

@@ -20,9 +20,6 @@ class SampleKeys:
 
     Args:
         secret: known to the coordinators of one run alone.
-
-    Example: ``SampleKeys(bytes(32)).sealed("laptop", "g4.1.")`` returns ``"g4.1.~J5KK-bD79abiuHqvfKR4_w"``; ``opened``
-    returns ``"g4.1."`` for it if ``"laptop"`` repeats it, and ``None`` if ``"phone"`` does.
     """
 
     def __init__(self, secret: bytes) -> None:

@@ -17,11 +17,7 @@ __all__ = ["CONTENT_TYPE", "exposition"]
 
 
 def exposition(status: SwarmStatus) -> bytes:
-    """Return the metrics of a swarm as Prometheus reads them.
-
-    Example: a swarm of one worker with 512 tokens to be journaled has the line
-    ``rollover_worker_num_held{worker="laptop"} 512.0``.
-    """
+    """Return the metrics of a swarm as Prometheus reads them."""
     return generate_latest(_SwarmCollector(status))
 
 

@@ -42,8 +42,6 @@ class DeclaredCapabilities:
     """Same as in ``Capabilities``."""
     in_process: bool = False
     """It computes in the process that opens it."""
-    opens_many_calls: bool = False
-    """A run may have thousands of calls open at the same time."""
     serves_training_only: bool = False
     """It needs a trainer beside it, so a model cannot be evaluated by it alone."""
 

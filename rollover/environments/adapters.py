@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.environments.episodes.base import Action, Outcome, awaited
 from rollover.environments.episodes.tools import Tools
-from rollover.environments.user_function import import_function
+from rollover.environments.user_function import import_function, import_in_run
 
 
 class Trl:
@@ -32,7 +32,7 @@ class Trl:
 
     @staticmethod
     def offered_tools(factory: str, **options: Any) -> list[Callable[..., Any]]:
-        return [*_methods(import_function(factory)()).values()]
+        return [*_methods(import_in_run(factory)()).values()]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         return self._inner.reset(**row)

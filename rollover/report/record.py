@@ -64,8 +64,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def refuse_comparison(run_dir: Path, config: Mapping[str, Any]) -> None:
     """Raise ``RunError`` with the runs of a comparison, if this is one."""
-    if runs := [str(run_dir / name) for name in config.get("variants") or () if (run_dir / name).is_dir()]:
-        raise RunError(f"{run_dir} is a comparison; give one of its runs: {', '.join(runs)}")
+    if runs := [str(run_dir / name) for name in config.get("variants") or ()]:
+        raise RunError(f"{run_dir} is a comparison; give one of its runs: {' or '.join(runs)}")
 
 
 def read_timeline(run_dir: Path) -> Timeline:

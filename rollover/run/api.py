@@ -49,7 +49,4 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
             jobs.train(made, run)
         except ModuleNotFoundError as error:
             raise missing_extra(error) or error from None
-        except Exception as error:
-            run.discard_after(error)
-            raise
     return path

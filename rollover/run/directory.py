@@ -60,7 +60,8 @@ MIN_FREE_BYTES = 256 * 2**20
 
 
 class RunDir:
-    """A run directory, locked by this process until ``close``. It is a context manager."""
+    """A run directory, locked by this process until ``close``. As a context manager it is closed at the end, and after
+    an error a new run is discarded as ``discard_after`` says."""
 
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which must exist. Raises ``RunError`` when another process holds it."""
@@ -166,7 +167,9 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.discard_after(error)
         self.close()
 
 

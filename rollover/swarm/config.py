@@ -108,7 +108,6 @@ class SwarmConfig(EngineConfig):
             max_running=self.max_running,
             gives_kept=True,
             gives_routes=True,
-            opens_many_calls=True,
             serves_training_only=True,
         )
 

@@ -213,7 +213,7 @@ def _parts_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
         if problem is not None:
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: {problem}: {name}")
     twin = {EMBEDDING, HEAD} if HEAD not in parts else set()
-    unused = re.compile("|".join((re.escape(COMPUTED), *hf._keys_to_ignore_on_load_unexpected)))
+    unused = re.compile("|".join((re.escape(COMPUTED), *(hf._keys_to_ignore_on_load_unexpected or ()))))
     for name in sorted(infos.keys() - expected.keys() - twin):
         if not unused.search(name):
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: unexpected keys: {name}")

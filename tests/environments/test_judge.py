@@ -207,11 +207,13 @@ async def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: in
 
 
 async def test_what_a_judge_has_proved_outlasts_a_restart(tmp_path: Path) -> None:
-    answers = iter(["Score: 1", Answer(400, b"too long")])
+    answers = iter(["Score: 1", Answer(400, b"too long"), Answer(401, b"wrong key")])
     async with judging(lambda body: next(answers), folder=tmp_path) as (scorer, _):
         assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
     async with judging(lambda body: next(answers), folder=tmp_path) as (scorer, _):
         with pytest.raises(RewardError, match="answered 400: too long"):
+            await scorer.score(trajectory(prompt(q="?", a="2"), "abcd"))
+        with pytest.raises(DataError, match="answered 401: wrong key"):
             await scorer.score(trajectory(prompt(q="?", a="2"), "abcd"))
 
 

@@ -36,7 +36,7 @@ def test_a_worker_that_keeps_older_weights_says_why() -> None:
     hub.published(head(1), 0.0)
     full = NotServing(version=1, reason="no space left on /cache")
     warned = [[e for e in hub.received(worker.lease, full, now_s) if isinstance(e, Changed)] for now_s in (1.0, 2.0)]
-    assert warned == [[Changed("a keeps its weights; version 1: no space left on /cache", is_warning=True)], []]
+    assert warned == [[Changed("a has no new weights: version 1: no space left on /cache", is_warning=True)], []]
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.state, seen.lag, seen.note) == ("ready", 1, "version 1: no space left on /cache")
     hub.received(worker.lease, worker.change(head(1)), 3.0)

@@ -12,7 +12,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection
 
 from rollover.engine.base import Capabilities, Chunk, GenerateRequest
-from rollover.errors import EngineError
+from rollover.errors import CallDisplaced, EngineError
 from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -647,6 +647,18 @@ async def test_a_failed_call_is_the_calls_own_matter(bench: Bench) -> None:
     await bench.until(lambda: len(bench.engine.requests) == 2)
     await bench.engine.tick()
     assert await link.ended("b") == "length"
+
+
+@with_worker()
+async def test_a_call_that_is_stopped_for_others_goes_on(bench: Bench) -> None:
+    link = await bench.decoding(3)
+    bench.engine.fail(CallDisplaced("the server had to stop all its calls"))
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    assert bench.engine.requests[1].response_ids == tokens(7, 0, 3)
+    await bench.engine.tick()
+    await link.send(Abort(call_ids=("a",)))
+    assert await link.ended("a") == "abort"
+    assert bench.coordinator.response("a")[:4] == tokens(7, 0, 4)
 
 
 class Hasty(FakeEngine):

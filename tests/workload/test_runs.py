@@ -93,11 +93,8 @@ def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> Non
         read_run(run_of(tmp_path / "fresh"))
     both = run_of(tmp_path / "both", config={"variants": {"x": {}, "y": {}}, "meta": {}})
     (both / "journal.sqlite").unlink()
-    with pytest.raises(DataError, match="has not decoded anything yet"):
-        read_run(both)
-    run_of(both / "y", opened(0, "a"))
     for read in (read_run, read_batch, report_of):
-        with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'y'}$"):
+        with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'x'} or {both / 'y'}$"):
             read(both)
     with pytest.raises(RunError, match=r"lacks rollout.max_new_tokens"):
         read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}, "meta": {}}))

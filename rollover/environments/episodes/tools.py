@@ -24,9 +24,8 @@ from rollover.environments.user_function import PATH, import_function, import_in
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
-_INSIDE = "(?:(?!<tool_call>).)*"
-_HERMES = re.compile(rf"<tool_call>(?:({_INSIDE}?)</tool_call>|(\s*[{{\[]{_INSIDE})$)", re.DOTALL)
-"""A call, of which only the end may be missing: the tag alone may be a word of the text."""
+_HERMES = re.compile(r"<tool_call>(?:(\s*[{\[].*?)(?:</tool_call>|$)|((?:(?!<tool_call>).)+?)</tool_call>)", re.DOTALL)
+"""A call in JSON, whose end may be missing, or anything else between two tags: one alone may be a word of the text."""
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_CALLS = 32
@@ -221,7 +220,7 @@ def _spoken(text: str) -> str:
 
 
 def _hermes(text: str) -> list[ToolCall]:
-    return [_call(whole or begun) for whole, begun in _HERMES.findall(_spoken(text))]
+    return [_call(written or other) for written, other in _HERMES.findall(_spoken(text))]
 
 
 def _json(text: str) -> list[ToolCall]:

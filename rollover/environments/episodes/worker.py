@@ -194,7 +194,7 @@ def main() -> None:
             elif "key" not in request:
                 send(request["id"], {"at_work": list(at_work)})
             elif config.concurrency == 1:
-                serve(request)  # in the main thread, where the user's code may do anything
+                serve(request)  # in the main thread, where code that is not async may do anything
             else:
                 threads.submit(serve, request)
 

@@ -42,7 +42,7 @@ Response:
 
 Explain your judgement briefly. Then write one last line, "Score: x", where x is a number from {low} to {high}."""
 _PATTERN = (
-    r"(?i)(?<![a-z])score(?:\s*[(\[][^)\]\n]*[)\]])?\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))"
+    r"(?i)(?<![a-z])score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))"
     r"(?![\w%]|[.,]\d|[-\u2013]\d|\s+to\s+\d|\s*(?:/|%|out of|of)\s*)"
 )
 _PLACES = re.compile(r"\{(prompt|response|answer|rubric|low|high)\}")
@@ -56,6 +56,8 @@ _PROBE_S = 3.0
 """Seconds within which a judge's machine must answer in a dry run."""
 _OWN_ENTRIES = frozenset({"model", "messages", "temperature", "seed", "max_tokens", "n", "stream"})
 """Entries of a request that the judge's settings decide."""
+_ABOUT_US = (401, 403, 404)
+"""Refusals of a key, an address or a model, whatever the request says."""
 _TRANSIENT = (408, 409, 425, 429)
 """Refusals of a server that may be over at the next attempt, as all from 500 on."""
 
@@ -248,7 +250,8 @@ class JudgeReward:
         if answer.status_code != 200:
             problem = f"{url} answered {answer.status_code}: {self._shown(content.decode(errors='replace'))}"
             if answer.status_code < 500 and answer.status_code not in _TRANSIENT:
-                raise (RefusedReward if self._replies.has_any() else MisshapenReward)(problem)
+                is_about_us = answer.status_code in _ABOUT_US or not self._replies.has_any()
+                raise (MisshapenReward if is_about_us else RefusedReward)(problem)
             wait_s = _seconds(answer.headers.get("Retry-After", ""))
             self.ready_at_s = max(self.ready_at_s, asyncio.get_running_loop().time() + wait_s)
             raise RewardError(problem)

@@ -27,7 +27,7 @@ from rollover.clock import Clock
 from rollover.engine.background import within
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
-from rollover.errors import EngineError, RolloverError
+from rollover.errors import CallDisplaced, EngineError, RolloverError
 from rollover.privacy import redacted_text
 from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, unpack_ids
 from rollover.swarm.worker.held import HeldCalls
@@ -316,6 +316,9 @@ class WorkerCalls:
                     if chunk.finish_reason is not None:
                         return chunk.finish_reason
             raise EngineError(f"the engine ended a call after {len(ids)} tokens without saying why")
+        except CallDisplaced:  # stopped for the sake of another
+            call.is_interrupted = True
+            return FinishReason.ABORT
         finally:
             self._ended_call_s += self._clock.now_s() - call.begun_s
             call.request_id = None

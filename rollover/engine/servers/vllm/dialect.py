@@ -185,7 +185,7 @@ class VLLMDialect:
         )
 
     async def thaw(self) -> None:
-        self._is_frozen = False
+        self._is_frozen = self._is_stopping = False
         await self._client.call("POST", "/resume")
 
 

@@ -235,9 +235,10 @@ class Assignments:
         token since, may be what ends its members: only then is it a failed attempt."""
         effects: list[Effect] = []
         for call_id in sorted(call_ids):
-            sample_key = self._calls[call_id].request.sample_key
+            call, sample_key = self._calls[call_id], self._calls[call_id].request.sample_key
             is_attempt = sample_key in self._failed
-            self._remember_failed(sample_key)
+            if not (call.is_directed or call.is_aborted):
+                self._remember_failed(sample_key)
             effects += self._calls.failed(member, reason, {call_id}, is_displaced=not is_attempt)
         return effects
 

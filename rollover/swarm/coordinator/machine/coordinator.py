@@ -245,7 +245,7 @@ class Coordinator:
             case messages.NotServing(version=version, reason=reason):
                 said, known = f"version {version}: {brief(reason)}", member.last_error
                 member.last_error = said
-                return [] if said == known else [Changed(f"{member.name} keeps its weights; {said}", is_warning=True)]
+                return [] if said == known else [Changed(f"{member.name} has no new weights: {said}", is_warning=True)]
             case messages.Leaving(reason=reason):
                 left = f"{member.name} has left: {brief(reason)}"
                 bye = self._goodbye(member.lease, left, is_final=False)
@@ -359,7 +359,8 @@ class Coordinator:
         """Record that the log-probs of a member belong to ``version``."""
         member = self.members[name]
         member.checked_version = version
-        member.is_past_error()
+        if version == self.head.version:
+            member.is_past_error()
         self._assignments.changed(member)
         return [
             Changed(f"{name} has passed the log-prob check of version {version}"),

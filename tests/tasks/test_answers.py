@@ -30,6 +30,8 @@ CALC = JsonlConfig(
 )
 QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
 
+pytestmark = pytest.mark.usefixtures("harmless_modules")
+
 
 def encoder(name: str) -> PromptEncoder:
     return PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27"))

@@ -32,7 +32,8 @@ def record_of(run: Path, rooms: Mapping[str, int]) -> Record:
     """Read a finished run. ``rooms``: places of each member, none for a co-located run."""
     events = [event for _, event in read_events(run / JOURNAL, effective=True)]
     folded = RolloutState(event for event in events if not isinstance(event, CheckpointSaved))
-    batches = [folded.view.batch(step) for step in sorted(folded.ledger.batches)]
+    view = folded.view
+    batches = [Batch(step=step, groups=view.groups(ids)) for step, ids in sorted(folded.ledger.batches.items())]
     rows = read_metrics(run)
     start_s = next(row.time_s for row in rows if row.kind == "eval" and row.step == 0)
     steps = [row for row in rows if row.kind == "step"]

@@ -31,6 +31,7 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SampleState
 from rollover.rollout.state import RolloutState
 from rollover.types import Trajectory
+from tests.segments import batch_of
 from tests.speed import within
 
 LETTERS = "abcdefgh"
@@ -183,7 +184,7 @@ def events(run: Path) -> list[Event]:
 def batches(run: Path) -> list[Batch]:
     """All batches, also those older than the last checkpoint."""
     folded = RolloutState(event for event in events(run) if not isinstance(event, CheckpointSaved))
-    return [folded.view.batch(step) for step in sorted(folded.ledger.batches)]
+    return [batch_of(folded, step) for step in sorted(folded.ledger.batches)]
 
 
 def decode(token_ids: Sequence[int]) -> str:

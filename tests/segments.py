@@ -1,10 +1,12 @@
-"""Segments of responses, in which every token has the same log-prob."""
+"""Segments of responses, in which every token has the same log-prob, and the batches of a state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from rollover.batch import Batch
+from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Segment
 
 
@@ -20,3 +22,8 @@ def segment(
     """``tokens`` are ids or their number."""
     ids = tuple(range(tokens)) if isinstance(tokens, int) else tuple(tokens)
     return Segment(version, ids, (-1.0,) * len(ids), reason, version, start_s, end_s, **more)
+
+
+def batch_of(state: RolloutState, step: int) -> Batch:
+    """The batch that was consumed at a step, which is newer than the last checkpoint."""
+    return Batch(step=step, groups=state.view.groups(state.ledger.batches[step]))

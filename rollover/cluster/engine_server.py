@@ -117,7 +117,7 @@ class ClusterServer:
         keeper: Any = ray.remote(EngineKeeper).options(**options).remote(stop_timeout_s=self._config.stop_timeout_s)
         limit_s = self._terms.placement_timeout_s
         try:
-            self._host = await self._ask(keeper.where.remote(), limit_s + _PROCESS_S, "say its address")
+            self._host = await self._ask(keeper.where.remote(), "say its address", limit_s + _PROCESS_S)
         except BaseException as e:
             await asyncio.to_thread(ray.kill, keeper)
             if not isinstance(e, EngineTimeout):
@@ -133,9 +133,9 @@ class ClusterServer:
     async def _launch(self) -> None:
         host = self._host
         for files, remedy in self._terms.shared:
-            if not await self._ask_briefly(self._keeper.sees.remote(files), "look for files"):
+            if not await self._ask(self._keeper.sees.remote(files), "look for files"):
                 raise files.refusal(f"{host}, the place of {self._name},", remedy)
-        port = await self._ask_briefly(self._keeper.port.remote(), "find a port")
+        port = await self._ask(self._keeper.port.remote(), "find a port")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         program, key = self._program, None
         env = {**program.env, **self._config.launch_env}
@@ -145,7 +145,7 @@ class ClusterServer:
         self.client.move(url, key)
         self._log_at = 0
         launching = self._keeper.launch.remote(program.command_at(host, port), env, python=sys.executable)
-        await self._ask(launching, _ANSWER_S, "start its server")
+        await self._ask(launching, "start its server")
 
     async def _until_ready(self) -> None:
         limit_s = self._config.launch_timeout_s
@@ -171,7 +171,7 @@ class ClusterServer:
 
     async def _look(self) -> Look:
         log_at = self._log_at
-        look: Look = await self._ask(self._keeper.look.remote(log_at), self._config.health_timeout_s, "answer")
+        look: Look = await self._ask(self._keeper.look.remote(log_at), "answer", self._config.health_timeout_s)
         if log_at == self._log_at:  # no other look has written it meanwhile
             self._write_log(look.log)
         return look
@@ -192,14 +192,10 @@ class ClusterServer:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             with suppress(EngineError):
-                await self._ask(keeper.stop.remote(), self._config.stop_timeout_s + 5.0, "stop")
+                await self._ask(keeper.stop.remote(), "stop", self._config.stop_timeout_s + 5.0)
             await asyncio.to_thread(ray.kill, keeper)
 
-    async def _ask_briefly(self, answer: Any, what: str) -> Any:
-        """Wait for the answer to a small task of the keeper. Raises as ``_ask`` does."""
-        return await self._ask(answer, _ANSWER_S, what)
-
-    async def _ask(self, answer: Any, limit_s: float, what: str) -> Any:
+    async def _ask(self, answer: Any, what: str, limit_s: float = _ANSWER_S) -> Any:
         """Wait for an answer of the keeper. Raises ``EngineError`` when it is lost or its disk is full,
         ``EngineTimeout`` when it is late."""
         import ray

@@ -190,10 +190,6 @@ class ClusterRanks(LedRanks):
         return [member.pid for member in self._members]
 
     @property
-    def nodes(self) -> list[str]:
-        return [host.node_id for host in self._hosts]
-
-    @property
     def progress(self) -> NDArray[np.uint64]:
         return self._progress
 

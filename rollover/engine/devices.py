@@ -23,7 +23,10 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = {name!r}, but PyTorch sees no GPU; use 'cpu' or 'auto'")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device = {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    return device
 
 
 def numbered(device: torch.device) -> str:

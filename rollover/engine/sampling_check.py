@@ -77,11 +77,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The distributions of the trainer's policy after ``P`` prompts at ``temperature``, and their tails.
-
-    Example: ``Expected.of(reference, 1.0).judged(tokens_PR)`` of honest draws has a ``z`` of 0 on average, of variance
-    1.
-    """
+    """The distributions of the trainer's policy after ``P`` prompts at ``temperature``, and their tails."""
 
     reference: Reference
     temperature: float

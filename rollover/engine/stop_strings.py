@@ -27,14 +27,15 @@ class StopStrings:
         except (OSError, ValueError) as e:
             raise EngineError(f"stop strings need a tokenizer, and the one in {folder} does not load: {e}") from e
 
-    def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
-        """Return True when the last token completes a stop string. A character takes up to four byte-level tokens, so
-        the end that can matter is four tokens long for each character of the longest string."""
+    def complete(self, ids: Sequence[int], stop_strings: Sequence[str], *, start: int = 0) -> bool:
+        """Return True when the last token completes a stop string in what follows the first ``start`` tokens. A
+        character takes up to four byte-level tokens, so the end that can matter is four tokens long for each character
+        of the longest string."""
         end = 4 * max(map(len, stop_strings)) + 4
-        tail = self._text(response_ids[-end:])
+        tail = self._text(ids[max(start, len(ids) - end) :])
         if not any(stop in tail for stop in stop_strings):
             return False
-        text = self._text(response_ids)
+        text = self._text(ids[start:])
         return any(stop in text for stop in stop_strings)
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -64,6 +64,7 @@ class Child:
             try:
                 keeper = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # the working directory comes last
                     "-m",
                     module,
                     str(theirs.fileno()),

@@ -42,7 +42,7 @@ def import_in_run(path: str, what: str = "function") -> Callable[..., Any]:
 @cache
 def _check_import(module_name: str, folder: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "rollover.environments.user_function", module_name],
+        [sys.executable, "-P", "-m", "rollover.environments.user_function", module_name],
         cwd=folder,
         env=environment(),
         stdin=subprocess.PIPE,  # never written to: the keeper ends when it is closed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollover.batch import Batch, Group
+from rollover.batch import Group
 from rollover.rollout.events import Event
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SCORED
@@ -40,10 +40,6 @@ class View:
             )
             for i in group_ids
         )
-
-    def batch(self, step: int) -> Batch:
-        """Return the batch that was consumed at ``step``, which must be newer than the last checkpoint."""
-        return Batch(step=step, groups=self.groups(self.ledger.batches[step]))
 
 
 class RolloutState:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,9 +186,14 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def sum_of_file(path: Path) -> str:
+def sum_of_file(path: Path, tick: Callable[[], object] = lambda: None) -> str:
+    """Return the SHA-256 of a file; ``tick`` is called from time to time."""
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(2**26):
+            found.update(piece)
+            tick()
+    return found.hexdigest()
 
 
 def _sum_of(values: Mapping[str, Any]) -> str:

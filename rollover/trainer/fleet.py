@@ -130,9 +130,9 @@ class FleetTrainer:
             self._version = self._setup.check_resumable(
                 resume_from, self._model, num_threads=self._num_threads, num_ranks=len(self._devices)
             )
-        # Two versions of the weights in float32, a third that is being written, and a batch.
+        # Two versions of the weights in float32, of which one may be being written, and a batch.
         num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
-        self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback, on_disk=self._launcher.is_remote)
+        self._staging = Staging(2 * 4 * num_values + 2**28, fallback=fallback, on_disk=self._launcher.is_remote)
         self._ranks: LedRanks | None = None
         try:
             facts = self._surely(lambda ranks: ranks.facts)

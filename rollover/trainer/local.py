@@ -93,7 +93,7 @@ class LocalTrainer:
         self._counts = self._context is None or self._context.place == 0
         """True on the one rank, among the ranks that share a row, that reports on it."""
         self._companions = {**read_companions(initial), **setup.companions}
-        if resume_from is not None and world.size > 1:
+        if resume_from is not None and world is not ALONE:  # the process that leads the ranks has read it
             self._version = read_manifest(resume_from).version
         elif resume_from is not None:
             threads = torch.get_num_threads()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
@@ -106,8 +107,7 @@ class _Rank:
         own = folder.rglob("*.safetensors" if size == 1 else part_name("*", self._task.rank, size))
         sums = {}
         for path in own:
-            sums[str(path.relative_to(folder))] = sum_of_file(path)
-            self._world.tick()
+            sums[str(path.relative_to(folder))] = sum_of_file(path, self._world.tick)
         return sums
 
 
@@ -129,6 +129,8 @@ class _WarmupRank:
 
 
 def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # to the whole job: the process that leads the ranks ends them
+        signal.signal(number, signal.SIG_IGN)
     serve(Connection(int(sys.argv[1])))
 
 

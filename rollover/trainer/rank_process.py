@@ -35,7 +35,7 @@ def start_rank(
     try:
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "rollover.trainer.rank", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "rollover.trainer.rank", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2 if log is None else log,
                 stderr=None if log is None else log,

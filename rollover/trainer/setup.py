@@ -93,7 +93,8 @@ class TrainingSetup:
         if self.deterministic and manifest.num_threads != num_threads:
             raise ModelError(
                 f"checkpoint {str(checkpoint)!r} was written with {manifest.num_threads} threads, "
-                f"now there are {num_threads}: set OMP_NUM_THREADS={manifest.num_threads * num_ranks}, "
+                f"now there are {num_threads}: set OMP_NUM_THREADS={manifest.num_threads * num_ranks} (on a cluster, "
+                f"cluster.trainer_resources.CPU = {manifest.num_threads}), "
                 "or deterministic = false"
             )
         check_kind(self.config, checkpoint, initial)

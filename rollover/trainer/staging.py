@@ -35,11 +35,12 @@ class Staging:
 
     def __init__(self, needed_bytes: int, *, fallback: Path, on_disk: bool = False) -> None:
         root = _SHARED_MEMORY
+        clear_left_behind(root)
         is_usable = root.is_dir() and os.access(root, os.W_OK) and shutil.disk_usage(root).free >= needed_bytes
         if on_disk or not is_usable:
             root = fallback
             root.mkdir(parents=True, exist_ok=True)
-        clear_left_behind(root)
+            clear_left_behind(root)
         self.path, self._lock = held_folder(root)
         self._filled: dict[int, Path] = {}
         self._num_folders = 0

@@ -55,6 +55,7 @@ from tests.rollout.kit import (
 )
 from tests.rollout.test_ledger import state_of
 from tests.rollout.test_statistics import numbers_of
+from tests.segments import batch_of
 from tests.speed import within
 from tests.virtual_time import run
 
@@ -379,9 +380,9 @@ def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> N
     forgetful = RolloutState(e for e in history if not isinstance(e, CheckpointSaved))
     expected: Counter[WasteCause] = Counter()
     for step in final:
-        expected.update(without_gradient(forgetful.view.batch(step)))
+        expected.update(without_gradient(batch_of(forgetful, step)))
     assert {cause: ledger.tokens.wasted[cause] for cause in expected} == dict(expected), "each batch counts once"
-    assert ledger.tokens.trained == sum(forgetful.view.batch(s).num_tokens for s in final) - expected.total()
+    assert ledger.tokens.trained == sum(batch_of(forgetful, s).num_tokens for s in final) - expected.total()
 
 
 @pytest.mark.parametrize("name", (*ON_FULL, "rollover"))
@@ -393,7 +394,7 @@ def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
         before = RolloutState(prefix)
         steps = checkpoints(prefix)
         step = steps[cut % len(steps)]
-        handed_out = {s: content(before.view.batch(s)) for s in before.ledger.batches if s >= step}
+        handed_out = {s: content(batch_of(before, s)) for s in before.ledger.batches if s >= step}
         journal = journal_of(prefix)
         rig, batches = go_on(name, journal, step)
         assert set(batches) == set(range(step, STEPS))
@@ -489,8 +490,8 @@ def test_memory_of_a_resume_does_not_grow_with_the_journal() -> None:
     states: list[RolloutState] = []
     peak = peak_bytes(lambda: states.append(restart(journal, step=198, redo_round=False)))
     ledger = states[0].ledger
-    assert [states[0].view.batch(s).num_tokens for s in ledger.replay] == [2000, 2000]
-    assert states[0].view.batch(199).trajectories[0].token_ids == tuple(range(2000))
+    assert [batch_of(states[0], s).num_tokens for s in ledger.replay] == [2000, 2000]
+    assert batch_of(states[0], 199).trajectories[0].token_ids == tuple(range(2000))
     assert peak < 4 * 2**20, "400,000 tokens took 33 MB, of which two batches are live"
     journal.close()
 
@@ -541,6 +542,6 @@ def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path
     rig, batches = go_on(name, journal, step)
     for s in before.ledger.batches:
         if s >= step:
-            assert content(batches[s]) == content(before.view.batch(s))
+            assert content(batches[s]) == content(batch_of(before, s))
     assert_conserved(journal, batches, rig)
     journal.close()

@@ -21,6 +21,7 @@ from rollover.rollout.metrics import batch_metrics
 from rollover.types import SampleId, Score, Trajectory
 from tests.rollout.kit import LockstepEngine, ParityScorer, content, make_rig, play, run, with_stop
 from tests.rollout.test_driver import FIRST, SelectiveScorer, does_not_apply
+from tests.segments import batch_of
 
 
 @pytest.mark.parametrize("others", ["without", "filtered"])
@@ -69,7 +70,7 @@ def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_pat
     _, batches = play(2, "sync", scorer=PartsScorer(), journal=Journal(path))
     again = restart(Journal(path), step=0, redo_round=False)
     for step, batch in batches.items():
-        restored = again.view.batch(step)
+        restored = batch_of(again, step)
         assert [(t.reward, t.components, t.solved) for t in restored.trajectories] == [
             (t.reward, t.components, t.solved) for t in batch.trajectories
         ]

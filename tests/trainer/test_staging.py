@@ -109,3 +109,15 @@ def test_values_lie_below_the_run_where_shared_memory_is_too_small(tmp_path: Pat
     own = Staging(2**62, fallback=tmp_path / "staging")
     assert own.path.parent == tmp_path / "staging"
     own.close()
+
+
+def test_what_a_killed_process_left_makes_room_before_room_is_measured(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = shared_memory / "rollover-staging-left"
+    left.mkdir()
+    free = staging.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: free._replace(free=0 if left.exists() else 2**40))
+    own = Staging(2**30, fallback=tmp_path / "disk")
+    assert own.path.parent == shared_memory and not left.exists()
+    own.close()

@@ -346,6 +346,10 @@ class EngineCore:
         if sequence.token_ids[-1] in sequence.stop_token_ids:
             return FinishReason.STOP
         strings = sequence.request.params.stop_strings
-        if strings and self._stop_strings and self._stop_strings.complete(sequence.response_ids, strings):
+        if (
+            strings
+            and self._stop_strings
+            and self._stop_strings.complete(sequence.token_ids, strings, start=sequence.num_prompt)
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.num_tokens == sequence.max_tokens else None

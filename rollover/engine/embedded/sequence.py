@@ -8,6 +8,7 @@ alike.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,8 @@ class Sequence:
         self._pending_logprobs: list[float] = []
         self._pending_kept: list[bytes] = []
         self._pending_routes: list[bytes] = []
+        self._pending_kv_version = math.inf
+        """Version of the oldest weights whose cache they attended to: it may be gone by the time of the flush."""
 
     @property
     def block_table_array(self) -> NDArray[np.int64]:
@@ -97,6 +100,7 @@ class Sequence:
             self.high_water = self.num_cached_tokens
         self.token_ids.append(token_id)
         self._pending_ids.append(token_id)
+        self._pending_kv_version = min(self._pending_kv_version, self.chain.kv_version)
         self._pending_logprobs.append(logprob)
 
     def keep(self, kept_set: bytes) -> None:
@@ -116,12 +120,12 @@ class Sequence:
             token_ids=tuple(self._pending_ids),
             logprobs=tuple(self._pending_logprobs),
             policy_version=policy_version,
-            kv_version=self.chain.kv_version,
+            kv_version=int(min(self._pending_kv_version, self.chain.kv_version)),
             finish_reason=reason,
             num_prefilled_tokens=self.num_prefilled_response,
             kept=tuple(self._pending_kept),
             routes=tuple(self._pending_routes),
         )
         self._pending_ids, self._pending_logprobs, self._pending_kept, self._pending_routes = [], [], [], []
-        self.num_prefilled_response = 0
+        self._pending_kv_version, self.num_prefilled_response = math.inf, 0
         return chunk

@@ -25,11 +25,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """A rule for waiting between attempts.
-
-    Example: ``BackOff(first_s=0.5, most_s=10.0)`` waits 0.25 to 0.5 s before the second attempt, 0.5 to 1 s before the
-    third, and from the sixth on 5 to 10 s.
-    """
+    """A rule for waiting between attempts."""
 
     first_s: float = 0.5
     most_s: float = 10.0

@@ -33,6 +33,8 @@ class Machine:
         self.oldest: dict[str, int] = {}
         """By sample: the version under which it was added first, or the last one whose update lost all caches."""
         self.finished: list[str] = []
+        self.attended: dict[str, int] = {}
+        """By request: the oldest version whose cache its tokens were drawn over."""
 
     def add(self, prompt: int, length: int, response: tuple[int, ...], name: str | None = None) -> None:
         prompt_ids = tuple(2 if i < 6 else (prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
@@ -90,6 +92,9 @@ class Machine:
         for sequence in ready:
             self.write(sequence, sequence.num_cached_tokens)
             self.read(sequence, sequence.num_tokens)
+            seen = [self.content[sequence.block_table[p // BLOCK], p % BLOCK][1] for p in range(sequence.num_tokens)]
+            request_id = sequence.request.request_id
+            self.attended[request_id] = min(self.attended.get(request_id, seen[0]), *seen)
             sequence.append(1, 0.0)
             if sequence.num_tokens == sequence.max_tokens:
                 self.finished.append(sequence.request.request_id)
@@ -106,6 +111,8 @@ class Machine:
 
     def end(self, sequence: Sequence, *, park: bool) -> None:
         del self.open[sequence.request.request_id]
+        given = sequence.flush(self.scheduler.policy_version)
+        assert given.kv_version <= self.attended.get(sequence.request.request_id, given.kv_version)
         self.scheduler.remove(sequence, park=park)
         check(self.scheduler)
 

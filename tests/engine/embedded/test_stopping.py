@@ -59,3 +59,5 @@ def test_a_character_of_several_tokens_stops_only_when_it_is_whole(folder: Path)
         assert not stop_strings.complete([1] * 300 + dice[:end], ("🎲",))
     assert stop_strings.complete([1] * 300 + dice, ("🎲",))
     assert stop_strings.complete(dice, ("x", "🎲"))
+    assert stop_strings.complete([1] * 8 + dice, ("🎲",), start=8)
+    assert not stop_strings.complete(dice, ("🎲",), start=1), "the prompt has its beginning"

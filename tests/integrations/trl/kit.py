@@ -20,6 +20,7 @@ from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
 from tests.runs import LETTERS
+from tests.segments import batch_of
 
 PROMPTS, GENERATIONS = 4, 4
 """Of a batch."""
@@ -159,7 +160,7 @@ def journaled(folder: Path) -> list[Batch]:
     events = [event for _, event in read_events(folder / "out" / "_rollover" / "journal.sqlite", effective=True)]
     folded = RolloutState(event for event in events if not isinstance(event, CheckpointSaved))
     folded.ledger.check()
-    return [folded.view.batch(step) for step in sorted(folded.ledger.batches)]
+    return [batch_of(folded, step) for step in sorted(folded.ledger.batches)]
 
 
 def logged(trained: Any, name: str) -> list[float]:

@@ -67,13 +67,15 @@ class ServedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[messages.TokensEvent]:
         """Stream a call. Closing the iterator aborts it. Raises ``RolloverError`` when it cannot run or fails."""
+        is_new = request.request_id not in self._open  # else the engine refuses it
         self._open.add(request.request_id)
         try:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield self._event(chunk)
         finally:
-            self._open.discard(request.request_id)
+            if is_new:
+                self._open.discard(request.request_id)
 
     async def abort(self, body: messages.AbortBody) -> None:
         """Return when these calls have ended; unknown calls are passed over."""

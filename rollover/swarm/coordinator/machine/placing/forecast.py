@@ -75,11 +75,7 @@ class Deadline:
 
 
 class Pace:
-    """The time that a training step takes, from the publications of the last ones.
-
-    Example: after publications of version 3 at 100 s, 4 at 130 s and 5 at 160 s, ``step_s`` is 30 and at 170 s
-    ``until_s(7, 170.0)`` is 50: 20 s until version 6, and one step more.
-    """
+    """The time that a training step takes, from the publications of the last ones."""
 
     def __init__(self) -> None:
         self._published: deque[tuple[int, float]] = deque(maxlen=NUM_INTERVALS + 1)

@@ -23,9 +23,16 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = {name!r}, but PyTorch sees no GPU; use 'cpu' or 'auto'")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    return torch.device(name)
+
+
+def device_here(name: str) -> torch.device:
+    """Return the device, as ``device_of`` does, on which this process will compute."""
+    import torch
+
+    device = device_of(name)
+    if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
+        raise ConfigError(f"device = {name!r}, but the last GPU that PyTorch sees is cuda:{number - 1}")
     return device
 
 

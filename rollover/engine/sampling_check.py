@@ -45,11 +45,7 @@ _WANTED_TAIL = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The statistics of some draws.
-
-    Example: 1,752 draws of which none is from a tail where 50 are expected, with ``z`` -5.4, are those of ``top_p``
-    0.95.
-    """
+    """The statistics of some draws."""
 
     num_tokens: int
     z: float

@@ -39,7 +39,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def environment() -> dict[str, str]:
     """Return the environment variables of a process that does such work: it finds the same modules as this one and uses
     one thread, since there may be many such processes."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    return os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
 
 
 def keep(work: Callable[[], None]) -> NoReturn:

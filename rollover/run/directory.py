@@ -152,6 +152,7 @@ class RunDir:
         mendable = isinstance(error, ConfigError | DataError | MissingExtra | ModelError | ResourceError)
         if not (mendable and self.is_new) or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
             return
+        self.is_new = False
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for folder in self.made:
@@ -168,9 +169,11 @@ class RunDir:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.discard_after(error)
-        self.close()
+        try:
+            if error is not None:
+                self.discard_after(error)
+        finally:
+            self.close()
 
 
 def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str = "train") -> RunDir:

@@ -129,8 +129,8 @@ class _WarmupRank:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # to the whole job: the process that leads the ranks ends them
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to the whole job, whose first process ends ranks
+        signal.signal(number, lambda *_: None)
     serve(Connection(int(sys.argv[1])))
 
 

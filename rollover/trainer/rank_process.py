@@ -39,7 +39,7 @@ def start_rank(
                 stdin=subprocess.DEVNULL,
                 stdout=2 if log is None else log,
                 stderr=None if log is None else log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path)},
                 pass_fds=(theirs.fileno(), *passed),
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
         (f"<think>within <tool_call></tool_call>: {call('fail')}</think>{call('add', a=1, b=2)}", ["3"]),
         (f"The <tool_call> tag, then. {call('add', a=1, b=2)}", ["3"]),
         (call("echo", text="a <tool_call>"), ["a <tool_call>"]),
-        (f'<tool_call>{{"name": "add"{call("add", a=1, b=2)}', ["Error: the call is no JSON"]),
+        (f'<tool_call>{{"name": "add"{call("add", a=1, b=2)}', ["Error: the call is no JSON", "3"]),
         ("<tool_call>add(1, 2)</tool_call>", ["Error: the call is no JSON"]),
         ("<think>I need no <tool_call></think>It is 4, without a <tool_call>.", []),
     ],

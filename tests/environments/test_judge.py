@@ -98,6 +98,7 @@ async def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ("Score (0-1): 0.8", {}, 0.8),
         ("Score [0, 1]: **0.9**", {}, 0.9),
         ("score (1 to 10) = 8", {"range": (1, 10)}, 8.0),
+        ("Score (1 = bad, 5 = acceptable, 10 = excellent work): 7", {"range": (1, 10)}, 7.0),
         ("Score: (0.3)", {}, 0.3),
         ("<think>Score: 1?</think>\nThe <think> is empty. Score: 0.5", {}, 0.5),
         ('{"points": 1}</think>{"points": 0.5}', {"json_key": "points"}, 0.5),

@@ -274,8 +274,9 @@ def test_a_new_run_that_cannot_begin_leaves_no_directory_it_made(tmp_path: Path)
         (run.path / "model-untrained").mkdir()
         run.discard_after(ConfigError())
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError), directory.create(CONFIG, tmp_path / "runs" / "one"):
+    with pytest.raises(ConfigError), directory.create(CONFIG, tmp_path / "runs" / "one") as one:
         directory.create(CONFIG, tmp_path / "runs" / "two").close()
+        one.discard_after(ConfigError())
         raise ConfigError
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands, check_colocated
-from rollover.engine.devices import device_of, numbered
+from rollover.engine.devices import device_here, numbered
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -78,7 +78,7 @@ class EmbeddedConfig(EngineConfig):
         )
 
     def devices(self) -> Sequence[str]:
-        return (numbered(device_of(self.device)),)
+        return (numbered(device_here(self.device)),)
 
     def memory(
         self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None

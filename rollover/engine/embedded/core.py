@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.devices import device_of
+from rollover.engine.devices import device_here
 from rollover.engine.embedded import sizing
 from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -82,7 +82,7 @@ class EngineCore:
         weights = FolderWeights(0, folder)
         arch = replace(arch, tied_embeddings=are_tied(weights, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
-        self.device, dtype = device_of(config.device), sizing.dtype_of(config)
+        self.device, dtype = device_here(config.device), sizing.dtype_of(config)
         self._max_context = sizing.max_context_of(config, arch)
         make, cache_dtype = sizing.choose_model_runner(config, arch, dtype, self.device, make_model_runner)
         self._block_bytes = sizing.block_bytes(config, arch, cache_dtype)

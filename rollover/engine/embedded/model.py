@@ -44,9 +44,6 @@ class Layer(Generic[M]):
     """Holds the weights of a layer; queries, keys and values are one matrix, gate and up another.
 
     A norm that the family does not have is ``None``.
-
-    Example: with hidden size 1024, 16 heads and 8 key-value heads of 128, ``qkv`` maps 1024 to (16 + 2 * 8) * 128 =
-    4096.
     """
 
     input_norm: Tensor | None

@@ -24,7 +24,10 @@ from rollover.environments.user_function import PATH, import_function, import_in
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
 
-_HERMES = re.compile(r"<tool_call>(?:(\s*[{\[].*?)(?:</tool_call>|$)|((?:(?!<tool_call>).)+?)</tool_call>)", re.DOTALL)
+_HERMES = re.compile(
+    r"<tool_call>(?:(\s*[{\[].*?)(?:</tool_call>|(?=<tool_call>\s*[{\[])|$)|((?:(?!<tool_call>).)*?)</tool_call>)",
+    re.DOTALL,
+)
 """A call in JSON, whose end may be missing, or anything else between two tags: one alone may be a word of the text."""
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -42,7 +42,7 @@ Response:
 
 Explain your judgement briefly. Then write one last line, "Score: x", where x is a number from {low} to {high}."""
 _PATTERN = (
-    r"(?i)(?<![a-z])score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))"
+    r"(?i)(?<![a-z])score(?:\s*[(\[][^)\]\n]{0,400}[)\]])?\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))"
     r"(?![\w%]|[.,]\d|[-\u2013]\d|\s+to\s+\d|\s*(?:/|%|out of|of)\s*)"
 )
 _PLACES = re.compile(r"\{(prompt|response|answer|rubric|low|high)\}")

@@ -59,7 +59,7 @@ class StrategyConfig:
     @property
     def title(self) -> str:
         """Return the name of the strategy in messages, with the option that makes it overlap with training."""
-        return repr(self.kind)
+        return repr(self.kind) + " with overlap = true" * bool(getattr(self, "overlap", False))
 
     def describe(self, shared: SharedConfig) -> str:
         """Return how much is started, in words for the plan of a run."""

@@ -170,10 +170,6 @@ class RolloverConfig(StrategyConfig):
     def overlaps_training(self) -> bool:
         return self.overlap
 
-    @property
-    def title(self) -> str:
-        return f"{self.kind!r} with overlap = true" if self.overlap else repr(self.kind)
-
     def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
         return (OverlappedRollover if self.overlap else Rollover)(**self.arguments(shared, engine))
 

@@ -50,7 +50,7 @@ def with_program(config: EmbeddedServerConfig) -> EmbeddedServerConfig:
     if not config.launch or config.launch_command != OURS:
         return config
     require("torch", "safetensors", "starlette", "uvicorn", purpose="engine.kind 'embedded_server' with launch = true")
-    return replace(config, launch_command=(sys.executable, "-P", "-m", *OURS))
+    return replace(config, launch_command=(sys.executable, "-m", *OURS))
 
 
 def launch_arguments(config: EmbeddedServerConfig, folder: Path, port: int, host: str = "127.0.0.1") -> list[str]:

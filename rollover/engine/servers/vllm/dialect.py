@@ -185,8 +185,9 @@ class VLLMDialect:
         )
 
     async def thaw(self) -> None:
-        self._is_frozen = self._is_stopping = False
+        self._is_frozen = False
         await self._client.call("POST", "/resume")
+        self._is_stopping = False
 
 
 def _delta(choice: Choice) -> Delta:

@@ -359,7 +359,7 @@ class Coordinator:
         """Record that the log-probs of a member belong to ``version``."""
         member = self.members[name]
         member.checked_version = version
-        if version == self.head.version:
+        if version == self.head.version or member.last_error.startswith(f"log-prob check of version {version},"):
             member.is_past_error()
         self._assignments.changed(member)
         return [

@@ -308,7 +308,7 @@ def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
     assert arguments[5:] == ["--dtype", "float32", "--max_running", "8", "--kv_cache_bytes", "1048576"]
     patient = launch_arguments(replace(config, load_timeout_s=900.0), tmp_path, 8001)
     assert patient[patient.index("--command_timeout_s") + 1] == "900.0"
-    assert with_program(config).launch_command[1:] == ("-P", "-m", "rollover", "serve")
+    assert with_program(config).launch_command[1:] == ("-m", "rollover", "serve")
     own = EmbeddedServerConfig(launch=True, launch_command=("/opt/bin/rollover", "serve"))
     assert with_program(own) is own
 

@@ -54,11 +54,7 @@ class RemainingTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """The time left for a call, which may depend on the version under which its group starts.
-
-    Example: ``Deadline(due_version=11, left_s=60.0, start_version=7, per_version_s=20.0)`` leaves 60 s to a group that
-    starts under version 7, 20 s under version 5 and nothing under version 4.
-    """
+    """The time left for a call, which may depend on the version under which its group starts."""
 
     due_version: int
     """The training step that waits for the response begins when this version is published."""

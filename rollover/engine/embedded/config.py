@@ -40,7 +40,8 @@ class EmbeddedConfig(EngineConfig):
     the youngest running sample is preempted. Evicted blocks are recomputed when they are needed."""
     block_size_tokens: Inexact[int] = 32
     """Tokens per block of the key-value cache, the unit in which it is shared and evicted. Smaller blocks waste less at
-    the end of each sample; larger ones cost less per step."""
+    the end of each sample; larger ones cost less per step. On a GPU, other numbers than powers of two from 16 are slow:
+    each token then copies as many blocks as the longest context has."""
     prefill_chunk_tokens: Inexact[int] = 2048
     """Maximum number of tokens, padding included, that are prefilled between two decode iterations. It limits how long
     a long prompt can delay the running samples."""

@@ -277,7 +277,7 @@ class Coordinator:
                 f"it says of its engine keeps_kv = {ready.keeps_kv}, but said {not ready.keeps_kv} before"
             )
         if member.ready is None:
-            member.is_past_error()  # what ended its last membership
+            member.forget_error()  # what ended its last membership
         member.ready = member.declared = ready
         self._assignments.changed(member)
         return [Changed(f"{member.name} is ready")]
@@ -297,7 +297,7 @@ class Coordinator:
             return []
         effects: list[Effect] = [] if member.served.get(version) == manifest else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
-        member.is_past_error()
+        member.forget_error()
         self._assignments.changed(member)
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
@@ -360,7 +360,7 @@ class Coordinator:
         member = self.members[name]
         member.checked_version = version
         if version == self.head.version or member.last_error.startswith(f"log-prob check of version {version},"):
-            member.is_past_error()
+            member.forget_error()
         self._assignments.changed(member)
         return [
             Changed(f"{name} has passed the log-prob check of version {version}"),

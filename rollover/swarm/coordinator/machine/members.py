@@ -162,9 +162,9 @@ class SwarmMember:
         """Record that it decodes: it gets as many calls as before."""
         self.num_failures, self.is_set_aside = 0, False
         self.failed_samples.clear()
-        self.is_past_error()
+        self.forget_error()
 
-    def is_past_error(self) -> None:
+    def forget_error(self) -> None:
         """Record that it does what it could not do, unless its calls fail."""
         if not self.num_failures:
             self.last_error = ""

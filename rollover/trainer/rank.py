@@ -129,13 +129,13 @@ class _WarmupRank:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to the whole job, whose first process ends ranks
-        signal.signal(number, lambda *_: None)
     serve(Connection(int(sys.argv[1])))
 
 
 def serve(connection: Connection) -> NoReturn:
     """Serve as the rank that the other end of ``connection`` describes, until it is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to the whole job, whose first process ends ranks
+        signal.signal(number, lambda *_: None)
     task: RankTask = connection.recv()
     _end_with(os.getppid())
     torch.set_num_threads(task.num_threads)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from rollover.trainer.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
     read_manifest,
+    sum_of_file,
 )
 from rollover.trainer.local import LocalTrainer
 from tests.trainer.builders import make_batch, make_folder, make_trainer
@@ -270,3 +272,10 @@ def test_a_folder_that_is_no_checkpoint_is_told_as_such(folder: Path, saved: Pat
     (saved / "trainer.json").write_text('{"format_version": 1')
     with pytest.raises(ModelError, match=r"trainer\.json is damaged"):
         read_manifest(saved)
+
+
+def test_a_sum_is_taken_in_pieces_between_which_progress_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "moments").write_bytes(b"ab")
+    ticks: list[None] = []
+    assert sum_of_file(tmp_path / "moments", lambda: ticks.append(None)) == hashlib.sha256(b"ab").hexdigest()
+    assert ticks

@@ -34,12 +34,14 @@ def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
     with fleet(folder, tmp_path, told, num_devices=1, **settings) as trainer:
         assert_alike(trainer, here)
         for batch in BATCHES:
+            os.kill(trainer.pids[0], signal.SIGTERM)  # as it comes to all processes of a job
             ours, theirs = trainer.step(batch).metrics, here.step(batch).metrics
             assert ours.keys() == theirs.keys()
             assert all(ours[name] == theirs[name] for name in ours.keys() - {"time/step_s", "tokens/per_s"})
             if batch.step == 1:
                 trainer.save(tmp_path / "ours")
                 here.save(tmp_path / "theirs")
+                monkeypatch.setattr("rollover.trainer.setup.verify_files", pytest.fail)  # not again by the rank
                 os.kill(trainer.pids[0], signal.SIGKILL)
         assert (trainer.next_logits(PROMPTS) == here.next_logits(PROMPTS)).all()
         assert_alike(trainer, here)
@@ -53,6 +55,7 @@ def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
     manifest = read_manifest(tmp_path / "ours")
     verify_files(tmp_path / "ours", manifest)
     assert manifest.num_ranks == 1 and manifest.files.keys() == read_manifest(tmp_path / "theirs").files.keys()
+    monkeypatch.undo()
     again = make_trainer(folder, deterministic=True, resume_from=tmp_path / "ours", **settings)
     assert again.version == 2
 

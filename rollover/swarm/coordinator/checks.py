@@ -135,12 +135,10 @@ class MemberChecks:
                 del self._drawn[name]  # once it is readmitted, it has to draw before anything else
                 self._shell.perform(self._coordinator.distrust(name, str(e)))
                 return
-            except EngineError as e:  # it was lost, or nothing is known yet to compare it with
-                problem = str(e)
+            except (EngineError, TimeoutError) as e:  # it was lost or is late, or nothing is known to compare it with
+                problem = str(e) or f"{name} has not answered within {CHECK_TIMEOUT_S:g} s"
                 if member.lease == lease:
                     self._drawn[name] = drawn
-            except TimeoutError:
-                problem = f"{name} has not answered within {CHECK_TIMEOUT_S:g} s"
             else:
                 self._shell.perform(self._coordinator.checked(name, version))
                 return

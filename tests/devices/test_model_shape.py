@@ -10,6 +10,7 @@ import pytest
 
 from rollover.devices import model_shape as model
 from rollover.errors import ModelError
+from tests.planner.kit import QWEN_7B
 
 SMALL = {
     "hidden_size": 64,
@@ -90,18 +91,7 @@ def test_a_config_that_transformers_has_written_is_the_same_model() -> None:
 
 def test_a_published_model_by_hand() -> None:
     """Qwen2.5-7B: 7,615,616,512 parameters, 28 layers of 2 x 4 x 128 cached scalars."""
-    shape = model.parse(
-        {
-            "model_type": "qwen2",
-            "hidden_size": 3584,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "intermediate_size": 18944,
-            "vocab_size": 152064,
-        },
-        name="Qwen2.5-7B",
-    )
+    shape = model.parse(QWEN_7B, name="Qwen2.5-7B")
     assert shape.parameters == 7_615_616_512
     assert shape.kv_width == 1024
     assert shape.query_width == 3584

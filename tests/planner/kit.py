@@ -1,10 +1,11 @@
-"""Small planning problems: drawn ones, and shapes of models and devices with round numbers."""
+"""Small planning problems: drawn ones, and shapes of models, devices and fleets with round numbers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,8 +13,11 @@ from scipy.optimize import linprog
 
 from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, WorkloadSpec
-from rollover.devices.workload import length_buckets
-from rollover.planner.records import Problem, Supply
+from rollover.devices.workload import length_buckets, specify
+from rollover.planner import fleet as fleets
+from rollover.planner.records import Fleet, Problem, Supply
+from rollover.settings import toml
+from rollover.workload.source import read_lengths
 
 IDEAL = Efficiency(
     train=1.0, prefill=1.0, decode=1.0, bandwidth=1.0, link=1.0, memory=1.0, step_s=0.0, source="round numbers"
@@ -22,7 +26,7 @@ FAST = Link(bytes_per_s=400e9, latency_s=1e-5)
 SLOW = Link(bytes_per_s=50e9, latency_s=2e-5)
 
 
-def device(name: str = "a", **changes: object) -> Device:
+def device(name: str = "a", **changes: Any) -> Device:
     base = Device(
         name=name,
         title=name,
@@ -35,7 +39,7 @@ def device(name: str = "a", **changes: object) -> Device:
         price_per_hour=2.0,
         efficiency=IDEAL,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 MODEL = ModelShape(
@@ -54,7 +58,7 @@ MODEL = ModelShape(
 )
 
 
-def workload(**changes: object) -> WorkloadSpec:
+def workload(**changes: Any) -> WorkloadSpec:
     lengths = np.random.default_rng(0).lognormal(6, 0.8, 500).astype(int) + 1
     base = WorkloadSpec(
         name="w",
@@ -63,7 +67,66 @@ def workload(**changes: object) -> WorkloadSpec:
         prompt_tokens=100,
         buckets=length_buckets(lengths, group_size=4, num_groups=16, num_buckets=4),
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
+
+
+ONE_LENGTH = LengthBucket(
+    share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
+)
+
+
+def training_part(**changes: Any) -> TrainingPart:
+    base = TrainingPart(device="a", dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    return replace(base, **changes)
+
+
+def replica(latency_s: float = 1.0, **changes: Any) -> ReplicaKind:
+    base = ReplicaKind(
+        device="a",
+        tp=1,
+        pp=1,
+        batch_cap=8,
+        rate=1.0,
+        latency_s=latency_s,
+        group_latency_s=latency_s * 1.2,
+        batch_latency_s=latency_s * 1.5,
+        max_latency_s=latency_s * 2,
+        kv_bytes=100.0,
+        kv_byte_s=100.0,
+        update_s=0.0,
+    )
+    return replace(base, **changes)
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+QWEN_1B = QWEN_7B | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+
+
+def fleet(gbit_s: float, *nodes: tuple[str, int, int], links: Sequence[tuple[str, str, float]] = ()) -> Fleet:
+    """Nodes, given by their device, its number and theirs, on a network; the first are called ``n0-0``, ``n0-1``."""
+    text = f"network = {{ gbit_s = {gbit_s} }}\n"
+    for place, (name, num_devices, count) in enumerate(nodes):
+        text += f'[[nodes]]\nname = "n{place}"\ndevice = "{name}"\nnum_devices = {num_devices}\ncount = {count}\n'
+    for one, other, width in links:
+        text += f'[[links]]\nbetween = ["{one}", "{other}"]\ngbit_s = {width}\n'
+    return fleets.parse(toml.parse(text, "fleet.toml"))
+
+
+def preset(name: str, *, num_groups: int, group_size: int = 8) -> WorkloadSpec:
+    return specify(name, read_lengths(name), num_groups=num_groups, group_size=group_size)
 
 
 # --- Drawn problems ---------------------------------------------------------------------------------------------------
@@ -107,25 +170,19 @@ def _kind(draw: st.DrawFn, name: str, spec: WorkloadSpec, updates: bool) -> Repl
     latency, rate = draw(LATENCIES) + spec.held_s, draw(SPEEDS)
     # Caches that are held only while decoding have room for what the replica decodes.
     held = draw(st.floats(1.0, 300.0)) if spec.held_s else 100 * draw(st.floats(0.1, 1.0)) / rate
-    return ReplicaKind(
+    return replica(
+        latency,
         device=name,
         tp=draw(st.integers(1, 2)),
-        pp=1,
-        batch_cap=8,
         rate=rate,
-        latency_s=latency,
-        group_latency_s=latency * 1.2,
-        batch_latency_s=latency * 1.5,
-        max_latency_s=latency * 2,
-        kv_bytes=100.0,
         kv_byte_s=held,
         update_s=draw(st.floats(0.0, 3.0)) if updates else 0.0,
     )
 
 
 def _plan(draw: st.DrawFn, name: str) -> TrainingPlan:
-    part = TrainingPart(device=name, dp=draw(st.integers(1, 3)), tp=1, pp=1, sharded=False, recompute=False, share=1.0)
-    return TrainingPlan(parts=(part,), step_s=draw(st.floats(1.0, 30.0)), sync_s=draw(st.floats(0.0, 2.0)))
+    parts = (training_part(device=name, dp=draw(st.integers(1, 3))),)
+    return TrainingPlan(parts=parts, step_s=draw(st.floats(1.0, 30.0)), sync_s=draw(st.floats(0.0, 2.0)))
 
 
 # --- The oracle: every choice of whole numbers, and a linear programme for the rest -----------------------------------

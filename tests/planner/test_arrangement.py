@@ -96,17 +96,6 @@ def test_an_island_is_split_only_when_counts_force_it() -> None:
     assert sum(s.train > 0 and s.rollout > 0 for s in forced) == 1
 
 
-def test_the_well_connected_rack_trains() -> None:
-    links = np.full((6, 6), 10.0)
-    links[np.ix_([1, 3, 5], [1, 3, 5])] = 50.0
-    np.fill_diagonal(links, 400.0)
-    fab = Fabric(types=("a",) * 6, sizes=(8,) * 6, bandwidth=links)
-    shares = partition(
-        fab, {"a": Demand(train_devices=24, train_block=8, replica_blocks={8: 3})}, Traffic(train=1.0, sync=0.1)
-    )
-    assert [i for i, s in enumerate(shares) if s.train] == [1, 3, 5]
-
-
 def test_what_no_island_can_hold_is_refused_in_words() -> None:
     fab = fabric(["a"] * 3, [4] * 3, np.random.default_rng(0))
     with pytest.raises(PlanError, match=r"a: islands \(3 of 4\) cannot hold 0 training devices .* \{8: 1\}"):

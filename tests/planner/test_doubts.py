@@ -8,31 +8,19 @@ from html import escape
 import pytest
 from pydantic import TypeAdapter
 
-from rollover.devices import workload
 from rollover.devices.model_shape import parse
 from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec
-from rollover.planner.records import Fleet
 from rollover.planner.report import render_page, sentences
 from rollover.planner.search import make_plan
-from rollover.workload.source import read_lengths
-from tests.planner.test_plan import QWEN_7B, fleet
+from tests.planner.kit import QWEN_1B, fleet, preset
 
-SMALL = parse(
-    QWEN_7B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
-    name="qwen-1.5b",
-)
-SPEC = workload.specify("light-8k", read_lengths("light-8k"), num_groups=32, group_size=8)
-
-
-def nodes(count: int, gbit_s: float) -> Fleet:
-    entry = f'[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 4\ncount = {count}\n'
-    return fleet(f"network = {{ gbit_s = {gbit_s} }}\n{entry}")
+SPEC = PlanSpec(model=parse(QWEN_1B, name="qwen-1.5b"), workload=preset("light-8k", num_groups=32), max_staleness=4)
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, launchable="vllm"))
+    made = make_plan(fleet(100, ("h100-sxm", 4, 2)), replace(SPEC, launchable="vllm"))
     assert made.solution.plan.num_devices > 1
     return made
 
@@ -75,8 +63,7 @@ def test_each_part_that_cannot_be_launched_is_named(plan: Plan) -> None:
 
 
 def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
-    alone = make_plan(nodes(1, 0.1), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
-    both = make_plan(nodes(2, 0.1), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
+    alone, both = (make_plan(fleet(0.1, ("h100-sxm", 4, count)), SPEC) for count in (1, 2))
     assert both.solution.steps_per_s == pytest.approx(alone.solution.steps_per_s)
     assert both.idle == {"h100-sxm": 4}
     assert {node for pipeline in both.placement.training for node in pipeline.nodes} <= {0}
@@ -89,13 +76,8 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
 
 def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:
     """Three nodes of one device, between which the weights take 72 s while a step takes 7 s."""
-    entry = '[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 1\ncount = 3\n'
-    spec = PlanSpec(
-        model=SMALL,
-        workload=workload.specify("light-8k", read_lengths("light-8k"), num_groups=32, group_size=4),
-        max_staleness=8,
-    )
-    slow = make_plan(fleet(f"network = {{ gbit_s = 0.5 }}\n{entry}"), spec)
+    spec = replace(SPEC, workload=preset("light-8k", num_groups=32, group_size=4), max_staleness=8)
+    slow = make_plan(fleet(0.5, ("h100-sxm", 1, 3)), spec)
     rows = {binding.row for binding in slow.solution.bindings}
     assert {"trainer", "replicas"} <= rows
 

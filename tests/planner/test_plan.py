@@ -8,58 +8,30 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter
 
-from rollover.devices import workload
 from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Link
-from rollover.planner import fleet as fleets
 from rollover.planner.job import alternatives, check
 from rollover.planner.placement import Pipeline, Placement, Stage, weight_ways
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
-from rollover.planner.records import Fleet
 from rollover.planner.report import numbers, render_page, roles, sentences
 from rollover.planner.search import make_plan
 from rollover.planner.topology import Topology
-from rollover.settings import toml
 from rollover.workload.source import read_lengths
+from tests.planner.kit import QWEN_7B as QWEN_7B
+from tests.planner.kit import fleet, preset, training_part
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
 MODEL = parse(QWEN_7B, name="qwen-7b")
-FLEET = """
-network = { gbit_s = 400 }
-[[nodes]]
-name = "big"
-device = "h800-sxm"
-num_devices = 8
-[[nodes]]
-name = "wide"
-device = "h20"
-num_devices = 8
-count = 2
-"""
+FLEET = fleet(400, ("h800-sxm", 8, 1), ("h20", 8, 2))
 
 
-def fleet(text: str = FLEET) -> Fleet:
-    return fleets.parse(toml.parse(text, "fleet.toml"))
+SPEC = PlanSpec(model=MODEL, workload=preset("math-16k", num_groups=64), max_staleness=4)
 
 
 @pytest.fixture(scope="module")
-def spec() -> workload.WorkloadSpec:
-    return workload.specify("math-16k", read_lengths("math-16k"), num_groups=64, group_size=8)
-
-
-@pytest.fixture(scope="module")
-def plan(spec: workload.WorkloadSpec) -> Plan:
-    return make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
+def plan() -> Plan:
+    return make_plan(FLEET, SPEC)
 
 
 def test_every_device_of_the_solution_stands_in_one_place(plan: Plan) -> None:
@@ -98,55 +70,19 @@ def test_a_plan_whose_simulation_misses_the_target_says_so(plan: Plan) -> None:
         assert (said in render_page(aimed)) and ("misses the target" in render_page(aimed)) == bool(said)
 
 
-def test_narrow_links_are_found_by_the_placement_and_fed_back(spec: workload.WorkloadSpec) -> None:
+def test_narrow_links_are_found_by_the_placement_and_fed_back() -> None:
     """Between the training nodes there is a hundredth of what each node's network promises."""
-    narrow = """
-network = { gbit_s = 400 }
-[[nodes]]
-name = "big"
-device = "h800-sxm"
-num_devices = 4
-count = 2
-[[nodes]]
-name = "wide"
-device = "h20"
-num_devices = 8
-count = 3
-[[links]]
-between = ["big-0", "big-1"]
-gbit_s = 4
-"""
-    made = make_plan(fleet(narrow), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
+    made = make_plan(fleet(400, ("h800-sxm", 4, 2), ("h20", 8, 3), links=[("n0-0", "n0-1", 4)]), SPEC)
     assumed, reached = made.rounds[0]
     assert len(made.rounds) > 1
     assert reached < 0.98 * assumed
     assert made.solution.steps_per_s == max(reached for _, reached in made.rounds) > 1.02 * reached
 
 
-def test_training_keeps_to_the_nodes_with_wide_links(spec: workload.WorkloadSpec) -> None:
-    nodes = """
-network = { gbit_s = 400 }
-[[nodes]]
-device = "h800-sxm"
-num_devices = 4
-count = 4
-[[nodes]]
-device = "h20"
-num_devices = 8
-count = 3
-[[links]]
-between = ["h800-sxm-0", "h800-sxm-1"]
-gbit_s = 100
-[[links]]
-between = ["h800-sxm-0", "h800-sxm-2"]
-gbit_s = 100
-[[links]]
-between = ["h800-sxm-0", "h800-sxm-3"]
-gbit_s = 100
-"""
-    made = make_plan(fleet(nodes), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
-    if sum(part.num_devices for part in made.solution.plan.parts) <= 12:
-        assert 0 not in made.placement.training_nodes
+def test_training_keeps_to_the_nodes_with_wide_links() -> None:
+    links = [("n0-0", f"n0-{other}", 100) for other in (1, 2, 3)]
+    made = make_plan(fleet(400, ("h800-sxm", 4, 4), ("h20", 8, 3), links=links), SPEC)
+    assert made.placement.training_nodes == (1, 2, 3)
 
 
 def test_weights_take_the_widest_way(plan: Plan) -> None:
@@ -161,13 +97,13 @@ def test_weights_take_the_widest_way(plan: Plan) -> None:
 
 def test_a_node_that_trains_a_piece_of_the_weights_gets_the_rest() -> None:
     """Nodes 1 and 2 train; node 1 rolls out too."""
-    topology = Topology.of(fleet())
-    copies = TrainingPart(device="h20", dp=2, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    topology = Topology.of(FLEET)
+    copies = training_part(device="h20", dp=2)
     shards, stages = replace(copies, sharded=True), replace(copies, dp=1, pp=2)
 
-    def way(part: TrainingPart, *homes: tuple[int, ...]) -> Link | None:
+    def way(trained: TrainingPart, *homes: tuple[int, ...]) -> Link | None:
         training = tuple(Pipeline(member=0, stages=tuple(Stage(node=n, devices=(0,)) for n in h)) for h in homes)
-        plan = TrainingPlan(parts=(part,), step_s=1.0, sync_s=0.0)
+        plan = TrainingPlan(parts=(trained,), step_s=1.0, sync_s=0.0)
         return weight_ways(topology, plan, Placement(training=training, replicas=()), [1])[1]
 
     assert way(copies, (1,), (2,)) is None and way(shards, (1,), (1,)) is None
@@ -176,9 +112,9 @@ def test_a_node_that_trains_a_piece_of_the_weights_gets_the_rest() -> None:
 
 
 @pytest.mark.parametrize("part", [0.5, 0.998])
-def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec, part: float) -> None:
+def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, part: float) -> None:
     target = part * plan.solution.steps_per_s  # the listed batch caps reach 0.994
-    cheap = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4, target_steps_per_s=target))
+    cheap = make_plan(FLEET, replace(SPEC, target_steps_per_s=target))
     assert cheap.solution.steps_per_s >= target * (1 - 1e-6)
     assert cheap.solution.cost_per_hour is not None
     assert plan.solution.cost_per_hour is not None
@@ -187,11 +123,10 @@ def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workloa
 
 @pytest.mark.parametrize("name", ["math-16k", "light-8k"])
 def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> None:
-    spec = workload.specify(name, read_lengths(name), num_groups=64, group_size=8)
-    made = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
+    made = make_plan(FLEET, replace(SPEC, workload=preset(name, num_groups=64)))
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
-    assert measured.tokens_per_s == pytest.approx(measured.steps_per_s * step_tokens(spec), rel=0.03)
+    assert measured.tokens_per_s == pytest.approx(measured.steps_per_s * step_tokens(made.workload), rel=0.03)
     assert measured.lag.max <= 4
 
 
@@ -227,23 +162,15 @@ def test_the_page_is_whole_and_escapes_names(plan: Plan) -> None:
     page = render_page(named)
     assert "<script>alert(1)" not in page
     assert page.count('<div class="node">') == len(plan.fleet.nodes)
-    squares = (
-        page.count('title="big, device') + page.count('title="wide-0, device') + page.count('title="wide-1, device')
-    )
-    assert squares == 24
+    assert [page.count(f'title="{name}, device') for name in ("n0", "n1-0", "n1-1")] == [8, 8, 8]
     assert "https://" not in page.partition("<script>")[0].replace("https://arxiv", "")
 
 
-def small_plan(*nodes: tuple[str, int]) -> Plan:
-    text = "network = { gbit_s = 0.1 }\n"
-    for place, (device, number) in enumerate(nodes):
-        text += f'[[nodes]]\nname = "n{place}"\ndevice = "{device}"\nnum_devices = {number}\n'
-    lengths = workload.specify("light-8k", read_lengths("light-8k"), num_groups=8, group_size=8)
-    return make_plan(fleet(text), PlanSpec(model=MODEL, workload=lengths, max_staleness=2))
+SMALL = replace(SPEC, workload=preset("light-8k", num_groups=8), max_staleness=2)
 
 
 def test_alternatives_spend_the_same_money() -> None:
-    made = small_plan(("h800-sxm", 2), ("h20", 3))
+    made = make_plan(fleet(0.1, ("h800-sxm", 2, 1), ("h20", 3, 1)), SMALL)
     money, found = made.solution.cost_per_hour, alternatives(made)
     assert money is not None and found
     for alternative in found:
@@ -254,7 +181,7 @@ def test_alternatives_spend_the_same_money() -> None:
 
 def test_a_fleet_of_one_type_is_its_own_alternative() -> None:
     """A slow network, of which a plan uses what pays."""
-    made = small_plan(("h20", 3), ("h20", 1))
+    made = make_plan(fleet(0.1, ("h20", 3, 1), ("h20", 1, 1)), SMALL)
     (found,) = alternatives(made)
     assert found.devices == {"h20": sum(made.used.values())}
     assert found.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.01)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rollover.devices.records import Device, LengthBucket, Link
+from rollover.devices.records import Device, Link
 from rollover.errors import PlanError
 from rollover.planner.plan import step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
 from rollover.planner.search import make_plan
-from tests.planner.kit import MODEL, device, workload
+from tests.planner.kit import MODEL, ONE_LENGTH, device, workload
 
 SPEC = workload(num_groups=8)
 GAPS = 2e-3
@@ -68,9 +68,6 @@ def changed(fleet: Fleet, **factors: float) -> Fleet:
     return replace(fleet, nodes=tuple(map(better, fleet.nodes)))
 
 
-ONE_LENGTH = LengthBucket(
-    share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
-)
 STEP_FLOPS = 4 * 64 * 300 * (2 * 9e8 + 4 * 4 * 1024 * 150)
 """A forward pass, a backward pass of twice its size and one for proximal log-probs, over 64 samples of 300 tokens."""
 LATENCY_S = 0.05

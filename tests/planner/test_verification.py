@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,27 +24,19 @@ def solution() -> Solution:
     return found
 
 
-def broken(problem: Problem, solution: Solution) -> str:
-    return "\n".join(verification.violations(problem, solution))
+BROKEN: dict[str, Callable[[Solution], tuple[Problem, Solution]]] = {
+    "devices of a, 4 allowed": lambda found: (PROBLEM, replace(found, replicas=tuple(y + 1 for y in found.replicas))),
+    "costs 8.0 an hour, budget 7.99": lambda found: (replace(PROBLEM, budget_per_hour=7.99), found),
+    "samples/s made": lambda found: (PROBLEM, replace(found, steps_per_s=found.steps_per_s * 1.01)),
+    "the trainer needs": lambda found: (PROBLEM, replace(found, steps_per_s=2 / found.plan.cycle_s)),
+    "replicas' time used, 0 replicas": lambda found: (PROBLEM, replace(found, replicas=(0,) * len(found.replicas))),
+    "batches admitted and not consumed, 2 allowed": lambda found: (
+        replace(PROBLEM, replica_kinds=tuple(replace(c, group_latency_s=1e3) for c in PROBLEM.replica_kinds)),
+        found,
+    ),
+}
 
 
-def test_a_device_too_many_and_a_budget_passed_are_found(solution: Solution) -> None:
-    more = tuple(y + 1 if i in solution.active[:1] else y for i, y in enumerate(solution.replicas))
-    assert "devices of a, 4 allowed" in broken(PROBLEM, replace(solution, replicas=more))
-    assert "costs 8.0 an hour, budget 7.99" in broken(replace(PROBLEM, budget_per_hour=7.99), solution)
-
-
-def test_a_rate_that_is_not_reached_is_found(solution: Solution) -> None:
-    faster = replace(solution, steps_per_s=solution.steps_per_s * 1.01)
-    assert "samples/s made" in broken(PROBLEM, faster)
-    assert "the trainer needs" in broken(PROBLEM, replace(solution, steps_per_s=2 / solution.plan.cycle_s))
-
-
-def test_replicas_that_are_not_there_are_found(solution: Solution) -> None:
-    none = replace(solution, replicas=tuple(0 for _ in solution.replicas))
-    assert "replicas' time used, 0 replicas" in broken(PROBLEM, none)
-
-
-def test_a_staleness_bound_passed_is_found(solution: Solution) -> None:
-    slow = tuple(replace(c, group_latency_s=100 * c.group_latency_s) for c in PROBLEM.replica_kinds)
-    assert "batches admitted and not consumed, 2 allowed" in broken(replace(PROBLEM, replica_kinds=slow), solution)
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_broken_limit_is_found(said: str, solution: Solution) -> None:
+    assert said in "\n".join(verification.violations(*BROKEN[said](solution)))

@@ -6,11 +6,15 @@ import heapq
 import json
 import random
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rollover.batch import WasteCause
-from rollover.report.metrics import MetricsWriter
+from rollover.report.metrics import Kind, MetricRow, MetricsWriter
+from rollover.report.record import RunRecord
 from rollover.report.throughput import of_step
+from rollover.report.timeline import Timeline
 from rollover.rollout.events import (
     BatchConsumed,
     BatchTrained,
@@ -30,9 +34,15 @@ TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012
 MAX_TOKENS = 400
 
 
-def length_of(rng: random.Random) -> int:
-    """Long-tailed: median about 30, cut at ``MAX_TOKENS``."""
-    return max(3, min(MAX_TOKENS, int(rng.lognormvariate(3.4, 1.1))))
+def steps(*values: Mapping[str, float]) -> tuple[MetricRow, ...]:
+    """Rows of the steps from 0 on, one a second."""
+    return tuple(MetricRow(kind="step", step=i, time_s=float(i), values=each) for i, each in enumerate(values))
+
+
+def recorded(
+    events: Sequence[Event] = (), rows: Sequence[MetricRow] = (), *, name: str = "run", **config: Any
+) -> RunRecord:
+    return RunRecord(name=name, config=config, meta={}, metrics=tuple(rows), timeline=Timeline.of(events))
 
 
 class Simulation:
@@ -46,7 +56,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.now_s = 2.0
         self.events: list[Event] = []
-        self.rows: list[tuple[str, int, float, dict[str, float]]] = []
+        self.rows: list[tuple[Kind, int, float, dict[str, float]]] = []
         self.lengths: dict[SampleId, int] = {}
         self.done: dict[SampleId, int] = {}
         self.rewards: dict[SampleId, float] = {}
@@ -54,12 +64,10 @@ class Simulation:
         self.open: dict[int, set[SampleId]] = {}
         self.ready: deque[int] = deque()
         self.num_groups = 0
-
-    def run(self) -> None:
         self._eval(0)
-        for step in range(self.num_steps):
+        for step in range(num_steps):
             self._step(step)
-        self._eval(self.num_steps)
+        self._eval(num_steps)
 
     def _eval(self, step: int) -> None:
         accuracy = 0.22 + 0.55 * step / (step + 6)
@@ -85,31 +93,22 @@ class Simulation:
         step_s = self.now_s - began_s
         lags = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
         reward = 0.25 + 0.5 * step / (step + 6) + self.rng.gauss(0, 0.03)
-        self.rows.append(
-            (
-                "step",
-                step,
-                self.now_s,
-                {
-                    "reward/mean": reward,
-                    "reward/std": 0.4,
-                    "loss": 0.05 - 0.002 * step + self.rng.gauss(0, 0.004),
-                    "grad_norm": 0.8 + self.rng.gauss(0, 0.1),
-                    "lr": 1e-4,
-                    "staleness/mean": sum(lags) / len(lags),
-                    "rollout/decoded_tokens": float(decoded),
-                    "rollout/trained_tokens": float(trained),
-                    **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=step_s, decoding_s=rollout_s),
-                    "time/rollout_s": rollout_s,
-                    "time/train_s": TRAIN_S,
-                    "time/publish_s": PUBLISH_S,
-                    "reward/work_s": 0.02,
-                    "memory/peak_bytes": 9e8 + 1e6 * step,
-                    "response/mean_tokens": (trained + untrained) / len(ids),
-                    "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),
-                },
-            )
-        )
+        values = {
+            "reward/mean": reward,
+            "reward/std": 0.4,
+            "loss": 0.05 - 0.002 * step + self.rng.gauss(0, 0.004),
+            "grad_norm": 0.8 + self.rng.gauss(0, 0.1),
+            "staleness/mean": sum(lags) / len(lags),
+            **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=step_s, decoding_s=rollout_s),
+            "time/rollout_s": rollout_s,
+            "time/train_s": TRAIN_S,
+            "time/publish_s": PUBLISH_S,
+            "reward/work_s": 0.02,
+            "memory/peak_bytes": 9e8 + 1e6 * step,
+            "response/mean_tokens": (trained + untrained) / len(ids),
+            "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),
+        }
+        self.rows.append(("step", step, self.now_s, values))
         if (step + 1) % 5 == 0 and step + 1 < self.num_steps:
             self._eval(step + 1)
 
@@ -148,7 +147,9 @@ class Simulation:
         )
         self.open[group] = {SampleId(group, i) for i in range(GROUP_SIZE)}
         for sample_id in sorted(self.open[group]):
-            self.lengths[sample_id], self.done[sample_id] = length_of(self.rng), 0
+            # Long-tailed: the median is about 30.
+            self.lengths[sample_id] = max(3, min(MAX_TOKENS, int(self.rng.lognormvariate(3.4, 1.1))))
+            self.done[sample_id] = 0
             self.versions[sample_id] = []
 
     def _end(self, sample_id: SampleId, version: int, began_s: float, reason: FinishReason) -> int:
@@ -164,8 +165,7 @@ class Simulation:
 
 
 def write_run(run_dir: Path, simulation: Simulation, *, strategy: str = "april") -> Path:
-    """Simulate and store a run directory."""
-    simulation.run()
+    """Store a run directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
     config = {
         "rollout": {"strategy": strategy, "group_size": GROUP_SIZE, "groups_per_step": simulation.needed},
@@ -174,9 +174,8 @@ def write_run(run_dir: Path, simulation: Simulation, *, strategy: str = "april")
     }
     (run_dir / "config.json").write_text(json.dumps(config))
     with MetricsWriter(run_dir) as writer:
-        for kind, step, time_s, values in simulation.rows:
-            assert kind in ("step", "eval")
-            writer.write("eval" if kind == "eval" else "step", step, time_s, values)
+        for row in simulation.rows:
+            writer.write(*row)
     journal = Journal(run_dir / "journal.sqlite")
     journal.append(simulation.events)
     journal.close()

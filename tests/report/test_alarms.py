@@ -18,21 +18,15 @@ from rollover.rollout.events import SampleFailed
 from rollover.rollout.ledger import Ledger
 from rollover.run.observers import RunObserver, StepEnded, alarms_to
 from rollover.types import SampleId
+from tests.report.synthetic import steps
 
 
 def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[MetricRow, ...]:
     """Rows of steps whose metrics (named with ``__`` for a slash) are healthy but for ``curves``."""
     healthy = {"reward/mean": 0.5, "reward/groups_with_signal": 0.7, "entropy": 0.5, "surprise": 0.5}
     given = {name.replace("__", "/"): curve for name, curve in curves.items()}
-    return tuple(
-        MetricRow(
-            kind="step",
-            step=step,
-            time_s=float(step),
-            values={k: float(v(step) if callable(v) else v) for k, v in (healthy | given).items()},
-        )
-        for step in range(num_steps)
-    )
+    curves = healthy | given
+    return steps(*({k: float(v(step) if callable(v) else v) for k, v in curves.items()} for step in range(num_steps)))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
@@ -161,8 +155,7 @@ def test_what_is_over_raises_no_alarm() -> None:
 
 def test_no_alarm_is_raised_before_five_steps_or_without_a_measurement() -> None:
     assert alarms(rows(4, reward__mean=0.0, reward__groups_with_signal=0.0, response__truncated=1.0)) == ()
-    missing = MetricRow(kind="step", step=0, time_s=0.0, values={"loss": 1.0, "entropy": math.nan})
-    assert alarms([missing] * 20) == ()
+    assert alarms(steps(*[{"loss": 1.0, "entropy": math.nan}] * 20)) == ()
 
 
 def test_the_quickstart_raises_no_alarm_at_any_of_its_steps() -> None:

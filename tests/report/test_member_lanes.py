@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from rollover.report.measures import StepWindow
 from rollover.report.member_lanes import MAX_MEMBERS, by_member, changes, has_members, member_lanes
@@ -28,16 +28,7 @@ def sample(i: int, *spans: DecodedSpan) -> SampleTrace:
 
 
 def timeline(*samples: SampleTrace) -> Timeline:
-    nothing: dict[str, Any] = {
-        "steps": (),
-        "publishes": (),
-        "restarts_s": (),
-        "failures": (),
-        "active": (),
-        "reward_waits": (),
-        "waste": (),
-    }
-    return Timeline(samples=samples, lost_tokens=0, num_reprefilled_tokens=0, start_s=0.0, end_s=100.0, **nothing)
+    return replace(Timeline.of(()), samples=samples, end_s=100.0)
 
 
 def test_a_lane_has_as_many_rows_as_its_member_decoded_samples_at_once() -> None:

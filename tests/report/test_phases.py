@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from rollover.report import run_figures
 from rollover.report.metrics import MetricRow
 from rollover.report.phases import PHASES, by_step, percentages, reward_waits_s
-from rollover.report.record import RunRecord
 from rollover.report.summary import phases_text, summarize
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchConsumed, Event, Restarted, VersionPublished
+from tests.report.synthetic import recorded
 from tests.report.test_timeline import STOP, ended, opened, scored, started
 
 SECONDS = st.floats(min_value=0, max_value=1e6, allow_nan=False)
@@ -105,8 +105,7 @@ def test_percentages_give_what_is_left_to_those_that_lost_most() -> None:
 
 def test_the_bars_of_a_step_are_as_high_as_the_step() -> None:
     step = row(step_s=12.0, rollout_s=10.0, train_s=1.5, publish_s=0.25, work_s=43.0)
-    record = RunRecord(name="run", config={}, meta={}, metrics=(step,), timeline=Timeline.of(slow_rewards()))
-    drawn = run_figures.time_split(record)
+    drawn = run_figures.time_split(recorded(slow_rewards(), [step]))
     assert drawn is not None
     assert sum(bar["y"][0] for bar in drawn["data"]) == pytest.approx(12.0)
     assert min(bar["y"][0] for bar in drawn["data"]) >= 0

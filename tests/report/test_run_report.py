@@ -38,7 +38,7 @@ from rollover.report.timeline_figure import MAX_SPANS, gantt, thinned
 from rollover.rollout.events import BatchConsumed, Event, Restarted, SampleScored
 from rollover.types import FinishReason, SampleId
 from tests.environments.words import char_tokenizer
-from tests.report.synthetic import Simulation, write_run
+from tests.report.synthetic import Simulation, recorded, steps, write_run
 from tests.report.test_timeline import ROLLED_OVER, ended, opened, started
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -80,10 +80,6 @@ def _checked(page: str) -> _Checker:
 def figures_of(page: str) -> dict[str, list[dict[str, Any]]]:
     [packed] = re.findall(r'<script type="text/plain" id="figures">(.*?)</script>', page, re.S)
     return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
-
-
-def _record(events: list[Event], rows: tuple[MetricRow, ...] = (), **config: Any) -> RunRecord:
-    return RunRecord(name="run", config=config, meta={}, metrics=rows, timeline=Timeline.of(events))
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +176,7 @@ def test_a_report_is_made_from_whatever_there_is(april: Path, tmp_path: Path, mi
 
 @pytest.mark.parametrize("cut", range(len(ROLLED_OVER) + 1))
 def test_a_run_can_be_reported_at_any_moment(cut: int) -> None:
-    _checked(render_report(_record(ROLLED_OVER[:cut])))
-
-
-def _curves(page: str) -> list[dict[str, Any]]:
-    return [d for variants in figures_of(page).values() for v in variants for d in v["data"] if d["type"] == "scatter"]
+    _checked(render_report(recorded(ROLLED_OVER[:cut])))
 
 
 def test_a_journal_that_lacks_an_event_is_named(tmp_path: Path) -> None:
@@ -198,7 +190,8 @@ def test_a_journal_that_lacks_an_event_is_named(tmp_path: Path) -> None:
 def test_the_only_point_of_a_curve_is_visible(tmp_path: Path) -> None:
     """After one step every curve of metrics is one point, and a line through one point is not seen."""
     page = render_report(read_run(write_run(tmp_path / "one", Simulation(num_steps=1))))
-    points = [c for c in _curves(page) if len(c["x"]) == 1]
+    drawn = [each for variants in figures_of(page).values() for v in variants for each in v["data"]]
+    points = [each for each in drawn if each["type"] == "scatter" and len(each["x"]) == 1]
     assert {c["name"] for c in points} >= {"reward (smoothed)", "token lag, mean", "trained, of the whole loop", "loss"}
     for curve in points:
         assert "markers" in curve["mode"] and curve["marker"]["size"] > 0, curve["name"]
@@ -236,8 +229,7 @@ def test_a_report_of_500_steps_has_less_than_2_megabytes(tmp_path: Path) -> None
 def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
     values = {"reward/source/sums": 0.5, "reward/source/words": 0.25, "pass_rate/source/sums": 0.75}
     values |= {"reward/component/format": 1.0}
-    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
-    drawn = [v["data"] for (v, *_) in figures_of(render_report(_record([], rows))).values()]
+    drawn = [v["data"] for (v, *_) in figures_of(render_report(recorded((), steps(*[values] * 3)))).values()]
     curves = [{d["name"]: d["y"] for d in data} for data in drawn]
     assert {"sums": [0.5] * 3, "words": [0.25] * 3} in curves
     assert {"format": [1.0] * 3} in curves and {"sums": [0.75] * 3} in curves
@@ -246,8 +238,8 @@ def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
 def test_health_draws_what_is_measured_and_not_0_throughout() -> None:
     values = {"reward/groups_with_signal": 0.75}
     values |= dict.fromkeys(("response/truncated", "clip/low", "clip/high", "loss"), 0.0)
-    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
-    found = {title: run_figures.small(_record([], rows), curves) for title, curves in health.FIGURES}
+    record = recorded((), steps(*[values] * 3))
+    found = {title: run_figures.small(record, curves) for title, curves in health.FIGURES}
     drawn = {title: [(d["name"], d["y"]) for d in figure["data"]] for title, figure in found.items() if figure}
     assert drawn == {
         "Share without signal, share cut at the limit": [("groups of equal rewards", [0.25] * 3)],
@@ -270,8 +262,7 @@ def test_lengths_by_reward_compare_with_the_mean_of_the_batch(right: float) -> N
 
 def test_alarms_are_at_the_top_of_the_page_and_in_the_closing_summary() -> None:
     values = {"reward/mean": 0.0, "reward/groups_with_signal": 0.0}
-    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(10))
-    record = _record([], rows)
+    record = recorded((), steps(*[values] * 10))
     page, out = render_report(record), io.StringIO()
     assert "<li>every reward of the last 10 steps is 0" in page[: page.index("Held-out accuracy")]
     Console(file=out, width=200).print(summary_table(record, summarize(record.metrics, record.timeline)))

@@ -60,6 +60,13 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def more_of(run: Path, *events: Event) -> None:
+    journal = Journal(run / "journal.sqlite")
+    list(journal.read())
+    journal.append(events)
+    journal.close()
+
+
 def test_a_batch_is_read_with_what_was_learned_from_it(run: Path) -> None:
     batch = read_batch(run)
     assert (batch.step, batch.is_trained) == (3, True)
@@ -87,10 +94,7 @@ def test_samples_are_shown_with_their_interruptions(run: Path, capsys: pytest.Ca
     assert '{"answer": "9"}' in shown
     assert cli.main(["samples", str(run), "--show", "1"]) == 0
     assert "g7.0  sums/4@0  reward 1 (exact 1, style 0.5)  against its group +0.500" in capsys.readouterr().out
-    journal = Journal(run / "journal.sqlite")
-    list(journal.read())
-    journal.append([BatchTrained(5.0, 3, {WasteCause.SKIPPED: 13})])
-    journal.close()
+    more_of(run, BatchTrained(5.0, 3, {WasteCause.SKIPPED: 13}))
     assert cli.main(["samples", str(run)]) == 0
     assert "step 3 skipped 2 samples" in capsys.readouterr().out and ', batch skipped"' in read_cards(run)
 
@@ -141,16 +145,16 @@ def test_a_checkpoint_has_the_tokenizer_of_a_model_that_is_no_longer_there(run: 
     assert "1+8" in read_cards(run)
 
 
+def trained(run: Path, prompt: Prompt, decoded: Segment) -> None:
+    """Let the run train one sample more, in step 4."""
+    one = SampleId(8, 0)
+    begun = (GroupOpened(5.0, 8, prompt, 1, 2), SegmentEnded(6.0, one, decoded))
+    more_of(run, *begun, SampleScored(6.0, one, 0.0), BatchConsumed(7.0, 4, (8,)))
+
+
 def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(run / "journal.sqlite")
-    list(journal.read())
     prompt = Prompt(prompt_id="sums/5@0", token_ids=(3,), text="\x1b[31mabcdefgh12345678", source="other")
-    more = [
-        GroupOpened(5.0, 8, prompt, 1, 2),
-        SegmentEnded(6.0, SampleId(8, 0), segment(3, "key abcdefgh12345678.", FinishReason.LENGTH)),
-    ]
-    journal.append([*more, SampleScored(6.0, SampleId(8, 0), 0.0), BatchConsumed(7.0, 4, (8,))])
-    journal.close()
+    trained(run, prompt, segment(3, "key abcdefgh12345678.", FinishReason.LENGTH))
     assert cli.main(["samples", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "\\x1b[31m" in shown and "\x1b[31m" not in shown
@@ -159,13 +163,9 @@ def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.C
 
 
 def test_secrets_of_a_row_are_shown_nowhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(run / "journal.sqlite")
-    list(journal.read())
     columns = {"meta": {"password": "zzz1", "deep": [{"token": "zzz2"}]}, "note": "api_key: zzz3", "code": "key=len"}
     prompt = Prompt(prompt_id="s/5@0", token_ids=(3,), text="password: zzz4, key=len", source="other", columns=columns)
-    more = [GroupOpened(5.0, 8, prompt, 1, 2), SegmentEnded(6.0, SampleId(8, 0), segment(3, "1", FinishReason.STOP))]
-    journal.append([*more, SampleScored(6.0, SampleId(8, 0), 0.0), BatchConsumed(7.0, 4, (8,))])
-    journal.close()
+    trained(run, prompt, segment(3, "1", FinishReason.STOP))
     assert cli.main(["samples", str(run)]) == 0
     for shown in (capsys.readouterr().out, read_cards(run)):
         assert "zzz" not in shown and shown.count(HIDDEN) == 4 and shown.count("key=len") == 2

@@ -15,7 +15,7 @@ from rollover.privacy import HIDDEN
 from rollover.report import comparison
 from rollover.report.comparison import compare_table
 from rollover.report.metrics import MetricRow
-from rollover.report.record import RunRecord, read_run
+from rollover.report.record import read_run
 from rollover.report.run_report import render_report
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table, took_text
 from rollover.report.throughput import of_step
@@ -23,7 +23,7 @@ from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchTrained, GroupOpened, SampleFailed
 from rollover.rollout.journal import Journal
 from rollover.types import Prompt, SampleId
-from tests.report.synthetic import Simulation, write_run
+from tests.report.synthetic import Simulation, recorded, write_run
 from tests.report.test_timeline import ROLLED_OVER
 
 
@@ -131,8 +131,7 @@ def test_the_table_shows_every_closing_number(tmp_path: Path) -> None:
 
 def test_names_from_data_are_not_read_as_terminal_markup() -> None:
     rows = (MetricRow(kind="eval", step=0, time_s=0.0, values={"accuracy/[/x]": 0.5, "accuracy/[red]b": 0.5}),)
-    record = RunRecord(name="[/run]", config={}, meta={}, metrics=rows, timeline=Timeline.of(()))
-    out = io.StringIO()
+    record, out = recorded((), rows, name="[/run]"), io.StringIO()
     console = Console(file=out, width=120)
     console.print(summary_table(record, summarize(rows, record.timeline)))
     console.print(compare_table([record, record]))

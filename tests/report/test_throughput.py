@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 
 from rollover.report import run_figures, throughput
 from rollover.report.comparison import ROWS
-from rollover.report.metrics import MetricRow
 from rollover.report.progress import Progress
-from rollover.report.record import RunRecord
 from rollover.report.summary import summarize
 from rollover.report.throughput import DECODED, TRAINED, means
-from rollover.report.timeline import Timeline
+from tests.report.synthetic import recorded, steps
 
 ROUND = ((12_000, 2.0), (2_000, 0.25), (1_000, 0.25), (1_000, 0.1))
 """Tokens and seconds of four batches from one round: the first has the longest responses and all of the wait."""
@@ -36,17 +33,6 @@ TRUE = 16_000 / 2.6
 """Trained tokens/s of rounds, however many."""
 
 
-def recorded(steps: Sequence[dict[str, float]]) -> RunRecord:
-    rows = tuple(MetricRow(kind="step", step=i, time_s=float(i), values=v) for i, v in enumerate(steps))
-    return RunRecord(name="run", config={}, meta={}, metrics=rows, timeline=Timeline.of(()))
-
-
-def test_a_step_holds_tokens_over_the_wall_clock_of_the_whole_loop() -> None:
-    row = throughput.of_step(trained_tokens=300, decoded_tokens=400, step_s=4.0, decoding_s=2.0)
-    assert (row["perf/trained_tokens_per_s"], row["rollout/tokens_per_s"]) == (75.0, 200.0)
-    assert TRAINED.parts(row) == (300.0, 4.0) and DECODED.parts(row) == (400.0, 2.0)
-
-
 def test_a_step_that_decodes_nothing_has_no_speed_and_counts_for_none() -> None:
     row = throughput.of_step(trained_tokens=300, decoded_tokens=0, step_s=4.0, decoding_s=0.0)
     assert row["rollout/tokens_per_s"] == 0.0
@@ -56,12 +42,11 @@ def test_a_step_that_decodes_nothing_has_no_speed_and_counts_for_none() -> None:
 
 
 def test_speeds_are_tokens_over_seconds_and_the_lag_is_a_mean_over_batches() -> None:
-    steps = [
-        {**throughput.of_step(trained_tokens=300, decoded_tokens=1, step_s=1.0, decoding_s=1.0), "staleness/mean": 0.0},
-        {**throughput.of_step(trained_tokens=100, decoded_tokens=1, step_s=3.0, decoding_s=1.0), "staleness/mean": 2.0},
-    ]
-    steps = [{**step, "reward/mean": reward} for step, reward in zip(steps, (0.2, 0.8), strict=True)]
-    found = means(steps)
+    first = throughput.of_step(trained_tokens=300, decoded_tokens=1, step_s=1.0, decoding_s=1.0)
+    second = throughput.of_step(trained_tokens=100, decoded_tokens=1, step_s=3.0, decoding_s=1.0)
+    first |= {"staleness/mean": 0.0, "reward/mean": 0.2}
+    second |= {"staleness/mean": 2.0, "reward/mean": 0.8}
+    found = means([first, second])
     assert found[TRAINED.name] == 100.0
     assert found["staleness/mean"] == pytest.approx(1.0), "as in the closing table"
     assert found["reward/mean"] == pytest.approx(0.5)
@@ -77,10 +62,10 @@ def test_runs_that_wrote_the_rollouts_seconds_alone_are_read() -> None:
 @pytest.mark.parametrize("every", [4, 8, 20])
 def test_plain_lines_say_the_true_throughput_whatever_the_phase_of_rounds(every: int) -> None:
     """A line in step with the rounds would else always show the same fast or slow batch."""
-    steps, out = rounds(10), io.StringIO()
+    out = io.StringIO()
     progress = Progress(total_steps=40, mode="plain", plain_every_steps=every, console=Console(file=out, width=120))
     progress.resumed(0)
-    for step in steps:
+    for step in rounds(10):
         progress.step(step)
     lines = out.getvalue().splitlines()[2:]  # the first step has a line of its own
     said = [float(line.rsplit("  ", 1)[1].split(" ")[0].replace(",", "")) for line in lines]
@@ -91,7 +76,7 @@ def test_plain_lines_say_the_true_throughput_whatever_the_phase_of_rounds(every:
 
 def test_every_place_that_names_it_says_the_same() -> None:
     """The closing table, the comparison, the figure's level, the progress line and the rows themselves."""
-    record = recorded(rounds(10))
+    record = recorded((), steps(*rounds(10)))
     s = summarize(record.metrics, record.timeline)
     assert s.trained_tokens_per_s == pytest.approx(TRUE)
     assert s.rollout_tokens_per_s == pytest.approx(16_000 / 1.6)

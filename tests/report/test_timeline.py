@@ -124,11 +124,6 @@ def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
     )
 
 
-def test_tokens_prefilled_again_are_counted_apart() -> None:
-    timeline = Timeline.of(ROLLED_OVER)
-    assert (timeline.num_reprefilled_tokens, timeline.decoded_tokens, timeline.trained_tokens) == (25, 46, 46)
-
-
 def test_a_sample_still_parked_has_a_gap_up_to_the_last_event() -> None:
     timeline = Timeline.of(ROLLED_OVER[:11])
     assert timeline.samples[1].gaps == (Gap(start_s=3.5, end_s=5.0),)
@@ -149,18 +144,23 @@ def test_no_events_make_an_empty_timeline() -> None:
     assert measures.windows(timeline, num_steps=6, max_windows=6) == ()
 
 
+FAILED_SIBLING: list[Event] = [
+    opened(0, 2),
+    started(0, 0, 1.0, 0),
+    started(0, 1, 1.0, 0),
+    ended(0, 0, 1.0, 2.0, 0, 5, STOP),
+    SampleFailed(time_s=2.5, sample_id=SampleId(0, 0), reason="reward raised"),
+]
+
+
 def test_waste_has_the_cause_of_the_drop_and_a_failed_sample_its_own() -> None:
     events: list[Event] = [
-        opened(0, 2),
-        opened(1, 1),
-        started(0, 0, 1.0, 0),
-        started(0, 1, 1.0, 0),
-        started(1, 0, 1.0, 0),
-        ended(0, 0, 1.0, 2.0, 0, 5, STOP),
-        SampleFailed(time_s=2.5, sample_id=SampleId(0, 0), reason="reward raised"),
+        *FAILED_SIBLING,
         ended(0, 1, 1.0, 3.0, 0, 8, ABORT),
         GroupDropped(time_s=4.0, group_id=0, cause=WasteCause.DISCARDED_ON_ABORT, prompt_returned=True),
-        ended(1, 0, 1.0, 5.0, 0, 3, STOP),
+        opened(1, 1),
+        started(1, 0, 4.0, 0),
+        ended(1, 0, 4.0, 5.0, 0, 3, STOP),
         scored(1, 0, 5.0, 1.0),
         GroupDropped(time_s=6.0, group_id=1, cause=WasteCause.SURPLUS_GROUP, prompt_returned=False),
     ]
@@ -177,17 +177,8 @@ def test_waste_has_the_cause_of_the_drop_and_a_failed_sample_its_own() -> None:
 
 
 def test_a_failed_sibling_is_waste_and_no_part_of_its_groups_batch() -> None:
-    events: list[Event] = [
-        opened(0, 2),
-        started(0, 0, 1.0, 0),
-        started(0, 1, 1.0, 0),
-        ended(0, 0, 1.0, 2.0, 0, 5, STOP),
-        SampleFailed(time_s=2.5, sample_id=SampleId(0, 0), reason="reward raised"),
-        ended(0, 1, 1.0, 3.0, 0, 8, STOP),
-        scored(0, 1, 3.0, 1.0),
-        BatchConsumed(time_s=4.0, step=0, group_ids=(0,)),
-    ]
-    timeline = Timeline.of(events)
+    trained = [ended(0, 1, 1.0, 3.0, 0, 8, STOP), scored(0, 1, 3.0, 1.0), BatchConsumed(4.0, 0, (0,))]
+    timeline = Timeline.of([*FAILED_SIBLING, *trained])
     assert (timeline.trained_tokens, timeline.steps[0].num_samples) == (8, 1)
     assert timeline.wasted_tokens == {WasteCause.FAILED: 5} and timeline.live_tokens == 0
     assert measures.trained_lengths(timeline.samples) == (8,)
@@ -234,11 +225,10 @@ def test_a_restart_takes_back_the_waste_of_the_steps_it_repeats() -> None:
 @pytest.mark.parametrize("over_sampling", [1.0, 1.75])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_account_is_the_ledgers_after_every_batch(over_sampling: float, seed: int) -> None:
-    simulation = Simulation(num_steps=6, over_sampling=over_sampling, seed=seed)
-    simulation.run()
-    cuts = [i + 1 for i, e in enumerate(simulation.events) if isinstance(e, BatchConsumed)]
-    for cut in [*cuts, len(simulation.events)]:
-        timeline, tokens = Timeline.of(simulation.events[:cut]), Ledger(simulation.events[:cut]).tokens
+    events = Simulation(num_steps=6, over_sampling=over_sampling, seed=seed).events
+    cuts = [i + 1 for i, e in enumerate(events) if isinstance(e, BatchConsumed)]
+    for cut in [*cuts, len(events)]:
+        timeline, tokens = Timeline.of(events[:cut]), Ledger(events[:cut]).tokens
         assert timeline.decoded_tokens == tokens.decoded
         assert timeline.trained_tokens == tokens.trained
         assert timeline.wasted_tokens == tokens.wasted
@@ -268,16 +258,12 @@ def test_windows_tile_the_run_and_count_the_samples_that_go_on_in_them() -> None
 
 
 def test_of_many_windows_the_first_and_the_last_stay() -> None:
-    simulation = Simulation(num_steps=20)
-    simulation.run()
-    found = measures.windows(Timeline.of(simulation.events), num_steps=2, max_windows=3)
+    found = measures.windows(Timeline.of(Simulation(num_steps=20).events), num_steps=2, max_windows=3)
     assert [(w.first_step, w.last_step) for w in found] == [(0, 1), (8, 9), (18, 19)]
 
 
 def test_samples_of_one_row_never_overlap_and_none_is_missing() -> None:
-    simulation = Simulation(num_steps=8)
-    simulation.run()
-    timeline = Timeline.of(simulation.events)
+    timeline = Timeline.of(Simulation(num_steps=8).events)
     for window in measures.windows(timeline, num_steps=3, max_windows=9):
         rows = measures.lanes(timeline.samples, window)
         placed = [s.sample_id for there in rows.values() for s in there]

@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.devices.costs.rollout import replica_costs, replica_kind
-from rollover.devices.records import LengthBucket
-from tests.planner.kit import MODEL, device, workload
+from tests.planner.kit import MODEL, ONE_LENGTH, device, workload
 
-ONE = LengthBucket(
-    share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
-)
-SPEC = workload(prompt_tokens=100, buckets=(ONE,), pause_s=0.5)
+SPEC = workload(prompt_tokens=100, buckets=(ONE_LENGTH,), pause_s=0.5)
 
 
 def test_a_decoding_step_by_hand() -> None:
@@ -71,7 +67,7 @@ def test_an_update_costs_transfer_pause_and_prefill_of_running_samples() -> None
 
 def test_a_kind_decodes_all_lengths_in_proportion() -> None:
     """A quarter of the samples, half of the longest of groups and all of the longest of batches are long."""
-    short = replace(ONE, share=0.75, group_share=0.5, batch_share=0.0)
+    short = replace(ONE_LENGTH, share=0.75, group_share=0.5, batch_share=0.0)
     long = replace(short, share=0.25, tokens=800, max_tokens=1000, group_tokens=900, batch_tokens=950, batch_share=1.0)
     spec = workload(prompt_tokens=100, buckets=(short, long), pause_s=0.5)
     both, *alone = (

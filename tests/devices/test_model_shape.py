@@ -36,6 +36,7 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+QWEN2_EXPERTS = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56, **EXPERTS}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -46,13 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3 without a head's width": {"model_type": "qwen3"},
     "qwen3 experts without a head's width": {"model_type": "qwen3_moe", **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2 experts": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56, **EXPERTS},
-    "qwen2 every other": {
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 56,
-        "decoder_sparse_step": 2,
-        **EXPERTS,
-    },
+    "qwen2 experts": QWEN2_EXPERTS,
+    "qwen2 every other": QWEN2_EXPERTS | {"decoder_sparse_step": 2},
     "qwen3 experts": {"model_type": "qwen3_moe", "head_dim": 16, "mlp_only_layers": [0], **EXPERTS},
     "deepseek v2": {"model_type": "deepseek_v2", **LATENT},
     "deepseek v2 lite": {"model_type": "deepseek_v2", **LATENT, "q_lora_rank": None},

@@ -1,33 +1,27 @@
-"""A made-up run: a small rollout simulation that emits the same events and metrics as a real one."""
+"""A made-up run: a simulation with the events and metrics of a real one."""
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import json
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollover.batch import WasteCause
-from rollover.report.metrics import Kind, MetricRow, MetricsWriter
+from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.record import RunRecord
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
-from rollover.rollout.events import (
-    BatchConsumed,
-    BatchTrained,
-    Event,
-    GroupOpened,
-    SampleScored,
-    SampleStarted,
-    SegmentEnded,
-    VersionPublished,
-)
+from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId
-from tests.segments import segment
+from rollover.sim.result import StepRecord
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
+from rollover.types import Prompt, SampleId
+from tests.sim.kit import Lengths, strategy_of
 
 GROUP_SIZE = 4
 TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012
@@ -46,136 +40,97 @@ def recorded(
 
 
 class Simulation:
-    """``april`` when ``over_sampling > 1``: launch more groups than a step needs and park the unfinished."""
+    """A run of the real scheduler, with samples of text, rows of metrics and evaluations."""
 
     def __init__(
-        self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0, engine: str = ""
+        self, *, num_steps: int, groups_per_step: int = 8, strategy: str = "april", seed: int = 0, engine: str = ""
     ) -> None:
-        self.num_steps, self.needed, self.engine = num_steps, groups_per_step, engine
-        self.launched = round(groups_per_step * over_sampling)
-        self.rng = random.Random(seed)
-        self.now_s = 2.0
+        self.strategy, self.engine = strategy, engine
         self.events: list[Event] = []
-        self.rows: list[tuple[Kind, int, float, dict[str, float]]] = []
-        self.lengths: dict[SampleId, int] = {}
-        self.done: dict[SampleId, int] = {}
         self.rewards: dict[SampleId, float] = {}
-        self.versions: dict[SampleId, list[tuple[int, int]]] = {}
-        self.open: dict[int, set[SampleId]] = {}
-        self.ready: deque[int] = deque()
-        self.num_groups = 0
-        self._eval(0)
-        for step in range(num_steps):
-            self._step(step)
-        self._eval(num_steps)
+        self.lengths: Counter[SampleId] = Counter()
+        self.untrained: list[int] = []
+        self.rng = random.Random(seed)
 
-    def _eval(self, step: int) -> None:
-        accuracy = 0.22 + 0.55 * step / (step + 6)
-        self.now_s += 1.0
-        values = {"accuracy/sums": accuracy, "accuracy_se/sums": 0.02, "accuracy": accuracy, "accuracy_se": 0.02}
-        self.rows.append(("eval", step, self.now_s, values))
+        def length(prompt: int, sample: int, attempt: int) -> int:
+            """Long-tailed: the median is about 30."""
+            return 3 + int(random.Random(f"{seed} {prompt} {sample}").lognormvariate(3.4, 1.1))
 
-    def _step(self, step: int) -> None:
-        began_s = self.now_s
-        decoded = self._rollout(step)
-        rollout_s = self.now_s - began_s
-        batch = tuple(self.ready.popleft() for _ in range(self.needed))
-        self.events.append(BatchConsumed(time_s=self.now_s, step=step, group_ids=batch))
-        ids = [SampleId(g, i) for g in batch for i in range(GROUP_SIZE)]
-        equal = [g for g in batch if len({self.rewards[SampleId(g, i)] for i in range(GROUP_SIZE)}) == 1]
-        untrained = sum(self.lengths[SampleId(g, i)] for g in equal for i in range(GROUP_SIZE))
-        trained = sum(self.lengths[i] for i in ids) - untrained
-        self.now_s += TRAIN_S
-        causes = {WasteCause.ZERO_ADVANTAGE: untrained} if untrained else {}
-        self.events.append(BatchTrained(time_s=self.now_s, step=step, untrained=causes))
-        self.now_s += PUBLISH_S
-        self.events.append(VersionPublished(time_s=self.now_s, policy_version=step + 1, pause_s=PUBLISH_S))
-        step_s = self.now_s - began_s
-        lags = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
-        reward = 0.25 + 0.5 * step / (step + 6) + self.rng.gauss(0, 0.03)
+        replica = ReplicaModel(c0_s=TOKEN_S, b0=1e12, swap_pause_s=PUBLISH_S)
+        run = simulate(
+            strategy_of(strategy, rollout_batch_size=groups_per_step, group_size=GROUP_SIZE, max_new_tokens=MAX_TOKENS),
+            Lengths(length, cap=MAX_TOKENS),
+            Scenario(replicas=(replica,), trainer=Latency(base_s=TRAIN_S)),
+            steps=num_steps,
+            seed=seed,
+            observer=self._observe,
+        )
+        ends_s = itertools.accumulate(record.duration_s for record in run.steps)
+        self.rows = [self._eval(0, 0.0)]
+        for record, end_s in zip(run.steps, ends_s, strict=True):
+            self.rows.append(self._row(record, end_s))
+            if (record.step + 1) % 5 == 0 or record.step + 1 == num_steps:
+                self.rows.append(self._eval(record.step + 1, end_s))
+
+    def _observe(self, event: Event) -> None:
+        """Keep an event, with the text that simulations leave out and what the trainer says."""
+        if isinstance(event, GroupOpened):
+            text = f"What is {event.group_id} + {event.group_id * 7 % 10}?<|im_end|>\n<|im_start|>assistant\n"
+            prompt = Prompt(prompt_id=f"sums/{event.group_id}@0", token_ids=(1, 2), text=text, source="sums")
+            event = event._replace(prompt=prompt)
+        if isinstance(event, SegmentEnded):
+            n = len(event.segment.token_ids)
+            decoded = event.segment._replace(token_ids=(5,) * n, rollout_logprobs=(-1.0,) * n, engine=self.engine)
+            event = event._replace(segment=decoded)
+            self.lengths[event.sample_id] += n
+        if isinstance(event, SampleScored):
+            self.rewards[event.sample_id] = event.reward
+        self.events.append(event)
+        if isinstance(event, BatchConsumed):
+            groups = [[SampleId(group, i) for i in range(GROUP_SIZE)] for group in event.group_ids]
+            equal = [each for group in groups if len({self.rewards[i] for i in group}) == 1 for each in group]
+            self.untrained.append(sum(self.lengths[i] for i in equal))
+            causes = {WasteCause.ZERO_ADVANTAGE: self.untrained[-1]} if equal else {}
+            self.events.append(BatchTrained(time_s=event.time_s + TRAIN_S, step=event.step, untrained=causes))
+
+    def _row(self, record: StepRecord, end_s: float) -> MetricRow:
+        step, decoded, rollout_s = record.step, sum(record.lengths), record.duration_s - TRAIN_S
+        trained = decoded - self.untrained[step]
         values = {
-            "reward/mean": reward,
+            "reward/mean": 0.25 + 0.5 * step / (step + 6) + self.rng.gauss(0, 0.03),
             "reward/std": 0.4,
             "loss": 0.05 - 0.002 * step + self.rng.gauss(0, 0.004),
             "grad_norm": 0.8 + self.rng.gauss(0, 0.1),
-            "staleness/mean": sum(lags) / len(lags),
-            **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=step_s, decoding_s=rollout_s),
+            "staleness/mean": record.lag.mean,
+            **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=record.duration_s, decoding_s=rollout_s),
             "time/rollout_s": rollout_s,
             "time/train_s": TRAIN_S,
             "time/publish_s": PUBLISH_S,
             "reward/work_s": 0.02,
             "memory/peak_bytes": 9e8 + 1e6 * step,
-            "response/mean_tokens": (trained + untrained) / len(ids),
-            "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),
+            "response/mean_tokens": decoded / len(record.lengths),
+            "response/truncated": record.lengths.count(MAX_TOKENS) / len(record.lengths),
         }
-        self.rows.append(("step", step, self.now_s, values))
-        if (step + 1) % 5 == 0 and step + 1 < self.num_steps:
-            self._eval(step + 1)
+        return MetricRow(kind="step", step=step, time_s=end_s, values=values)
 
-    def _rollout(self, step: int) -> int:
-        while len(self.open) + len(self.ready) < self.launched:
-            self._open()
-        began_s, decoded = self.now_s, 0
-        queue: list[tuple[float, SampleId]] = []
-        for sample_id in sorted(s for samples in self.open.values() for s in samples):
-            self.events.append(SampleStarted(time_s=began_s, sample_id=sample_id, policy_version=step))
-            left = self.lengths[sample_id] - self.done[sample_id]
-            heapq.heappush(queue, (began_s + left * TOKEN_S, sample_id))
-        while queue and len(self.ready) < self.needed:
-            self.now_s, sample_id = heapq.heappop(queue)
-            decoded += self._end(sample_id, step, began_s, FinishReason.STOP)
-            self.rewards[sample_id] = float(self.rng.random() < 0.5)
-            self.events.append(SampleScored(time_s=self.now_s, sample_id=sample_id, reward=self.rewards[sample_id]))
-            self.open[sample_id.group].discard(sample_id)
-            if not self.open[sample_id.group]:
-                del self.open[sample_id.group]
-                self.ready.append(sample_id.group)
-        for _, sample_id in sorted(queue, key=lambda entry: entry[1]):
-            decoded += self._end(sample_id, step, began_s, FinishReason.ABORT)
-        return decoded
-
-    def _open(self) -> None:
-        group, self.num_groups = self.num_groups, self.num_groups + 1
-        prompt = Prompt(
-            prompt_id=f"sums/{group}@0",
-            token_ids=(1, 2),
-            text=f"What is {group} + {group * 7 % 10}?<|im_end|>\n<|im_start|>assistant\n",
-            source="sums",
-        )
-        self.events.append(
-            GroupOpened(time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1)
-        )
-        self.open[group] = {SampleId(group, i) for i in range(GROUP_SIZE)}
-        for sample_id in sorted(self.open[group]):
-            # Long-tailed: the median is about 30.
-            self.lengths[sample_id] = max(3, min(MAX_TOKENS, int(self.rng.lognormvariate(3.4, 1.1))))
-            self.done[sample_id] = 0
-            self.versions[sample_id] = []
-
-    def _end(self, sample_id: SampleId, version: int, began_s: float, reason: FinishReason) -> int:
-        left = self.lengths[sample_id] - self.done[sample_id]
-        n = left if reason is FinishReason.STOP else min(left - 1, int((self.now_s - began_s) / TOKEN_S))
-        times = {"start_s": began_s, "end_s": self.now_s}
-        beside = {"num_prefilled_tokens": self.done[sample_id], "engine": self.engine}
-        decoded = segment((5,) * n, reason, version=version, **times, **beside)
-        self.done[sample_id] += n
-        self.versions[sample_id].append((version, n))
-        self.events.append(SegmentEnded(self.now_s, sample_id, decoded))
-        return n
+    def _eval(self, step: int, time_s: float) -> MetricRow:
+        accuracy = 0.22 + 0.55 * step / (step + 6)
+        values = {"accuracy/sums": accuracy, "accuracy_se/sums": 0.02, "accuracy": accuracy, "accuracy_se": 0.02}
+        return MetricRow(kind="eval", step=step, time_s=time_s, values=values)
 
 
-def write_run(run_dir: Path, simulation: Simulation, *, strategy: str = "april") -> Path:
+def write_run(run_dir: Path, simulation: Simulation) -> Path:
     """Store a run directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
     config = {
-        "rollout": {"strategy": strategy, "group_size": GROUP_SIZE, "groups_per_step": simulation.needed},
+        "rollout": {"strategy": simulation.strategy, "group_size": GROUP_SIZE},
         "trainer": {"algorithm": "grpo", "lr": 1e-4},
         "meta": {"version": "0.1.0", "git_commit": "abc1234", "seed": 0, "machine": "2 cores"},
     }
     (run_dir / "config.json").write_text(json.dumps(config))
     with MetricsWriter(run_dir) as writer:
         for row in simulation.rows:
-            writer.write(*row)
+            writer.write(row.kind, row.step, row.time_s, row.values)
     journal = Journal(run_dir / "journal.sqlite")
     journal.append(simulation.events)
     journal.close()

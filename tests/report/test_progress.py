@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,18 +14,14 @@ from rollover.report.config import Mode
 from rollover.report.progress import Progress
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _progress(mode: Mode, *, terminal: bool, total: int = 20, every: int = 5) -> tuple[Progress, io.StringIO, _Clock]:
-    out, clock = io.StringIO(), _Clock()
-    console = Console(file=out, force_terminal=terminal, width=140)
-    progress = Progress(total_steps=total, mode=mode, plain_every_steps=every, console=console, now_s=clock)
+def _progress(
+    mode: Mode = "plain", *, terminal: bool = False, total: int = 20, every: int = 5, width: int = 140
+) -> tuple[Progress, io.StringIO, SimpleNamespace]:
+    out, clock = io.StringIO(), SimpleNamespace(now=0.0)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
+    progress = Progress(
+        total_steps=total, mode=mode, plain_every_steps=every, console=console, now_s=lambda: float(clock.now)
+    )
     return progress, out, clock
 
 
@@ -33,7 +30,7 @@ METRICS |= {"perf/trained_tokens_per_s": 1234.0}
 
 
 def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None:
-    progress, out, clock = _progress("auto", terminal=False, total=12)
+    progress, out, clock = _progress("auto", total=12)
     with progress:
         for step in range(12):
             progress.rollout(1, 2, 3, 4, 100 * step)
@@ -45,7 +42,7 @@ def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None
 
 
 def test_a_line_has_the_means_since_the_line_before() -> None:
-    progress, out, _ = _progress("plain", terminal=False, total=10, every=5)
+    progress, out, _ = _progress(total=10)
     for step in range(10):
         progress.step({**METRICS, "reward/mean": float(step), "loss": -float(step)})
     said = [line.split("reward ")[1].split("  ")[0] for line in out.getvalue().splitlines()]
@@ -54,7 +51,7 @@ def test_a_line_has_the_means_since_the_line_before() -> None:
 
 
 def test_a_line_counts_the_rewards_that_were_late() -> None:
-    progress, out, _ = _progress("plain", terminal=False, every=2)
+    progress, out, _ = _progress(every=2)
     for late in (0.0, 0.0, 3.0, 1.0):
         progress.step({**METRICS, "reward/late": late})
     lines = out.getvalue().splitlines()
@@ -63,9 +60,7 @@ def test_a_line_counts_the_rewards_that_were_late() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_on_a_narrow_terminal_counts_and_times_stay_whole(width: int) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, color_system=None)
-    progress = Progress(total_steps=2000, mode="bars", console=console)
+    progress, out, _ = _progress("bars", terminal=True, total=2000, width=width)
     with progress:
         progress.step(METRICS | {"reward/mean": 0.123})
     line = next(line for line in reversed(out.getvalue().splitlines()) if "train" in line)
@@ -86,14 +81,14 @@ def test_the_time_left_is_shown_however_long_a_step_takes(step_s: float) -> None
 
 
 def test_a_resumed_run_counts_on() -> None:
-    progress, out, _ = _progress("plain", terminal=False, total=12)
+    progress, out, _ = _progress(total=12)
     progress.resumed(9)
     progress.step({})
     assert "step 10/12" in out.getvalue()
 
 
 def test_warm_up_prints_a_tenth_at_a_time() -> None:
-    progress, out, _ = _progress("plain", terminal=False)
+    progress, out, _ = _progress()
     for step in range(1, 101):
         progress.warmup(step, 100, 3.0 / step)
     assert len(out.getvalue().splitlines()) == 10
@@ -125,7 +120,7 @@ def test_the_rollout_rate_counts_from_the_start_of_its_step() -> None:
 
 
 def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
-    progress, out, _ = _progress("plain", terminal=False)
+    progress, out, _ = _progress()
     values = {"accuracy": 0.5, "accuracy/a": 0.4, "pass@4/a": 0.9}
     errors = {"accuracy_se": 0.02, "accuracy_se/a": 0.03, "pass@4_se/a": 0.054}
     progress.evaluation(7, values | errors)
@@ -134,13 +129,13 @@ def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:
-    progress, out, _ = _progress("plain", terminal=False, total=1)
+    progress, out, _ = _progress(total=1)
     progress.step({"loss": 0.5, "staleness/mean": math.nan, "reward/mean": math.nan})
     assert out.getvalue().endswith("step 1/1  loss 0.500\n")
 
 
 def test_messages_are_not_read_as_markup() -> None:
-    progress, out, _ = _progress("plain", terminal=False)
+    progress, out, _ = _progress()
     progress.message("[red]prompt[/red] [/nonsense]")
     assert out.getvalue() == "[red]prompt[/red] [/nonsense]\n"
 

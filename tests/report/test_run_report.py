@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from rollover.report.measures import evenly, lengths_by_reward, window_of, windo
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.page import Page, write_page
 from rollover.report.plot import smoothed
-from rollover.report.record import RunRecord, read_run
+from rollover.report.record import read_run
 from rollover.report.run_figures import MAX_POINTS
 from rollover.report.run_report import render_report, write_report
 from rollover.report.summary import summarize, summary_table
@@ -89,8 +90,7 @@ def april(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    simulation = Simulation(num_steps=12, over_sampling=1.0)
-    return write_run(tmp_path_factory.mktemp("runs") / "sync", simulation, strategy="sync")
+    return write_run(tmp_path_factory.mktemp("runs") / "sync", Simulation(num_steps=12, strategy="sync"))
 
 
 def test_the_report_is_one_well_formed_file_that_loads_nothing(april: Path) -> None:
@@ -129,14 +129,9 @@ def test_nothing_from_data_becomes_markup() -> None:
         MetricRow(kind="step", step=0, time_s=1.0, values={"reward/mean": 0.5}),
     )
     group = opened(0, 1)
-    prompt = type(group.prompt)(prompt_id=EVIL, token_ids=(1,), text=EVIL, source=EVIL)
-    events: list[Event] = [
-        type(group)(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1),
-        started(0, 0, 1.0, 0),
-        ended(0, 0, 1.0, 2.0, 0, 5, None),
-    ]
-    record = RunRecord(name=EVIL, config={EVIL: EVIL}, meta={EVIL: EVIL}, metrics=rows, timeline=Timeline.of(events))
-    page = render_report(record)
+    group = group._replace(prompt=replace(group.prompt, prompt_id=EVIL, text=EVIL, source=EVIL))
+    events = [group, started(0, 0, 1.0, 0), ended(0, 0, 1.0, 2.0, 0, 5, None)]
+    page = render_report(replace(recorded(events, rows, name=EVIL, **{EVIL: EVIL}), meta={EVIL: EVIL}))
     checker = _checked(page)
     assert checker.seen.count("script") == 3 and "img" not in checker.seen and checker.handlers == []
     shown = json.dumps(figures_of(page))

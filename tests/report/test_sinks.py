@@ -17,7 +17,7 @@ from rollover.batch import Batch, Group
 from rollover.errors import MissingExtra, ResourceError
 from rollover.privacy import HIDDEN, redacted_text
 from rollover.report.config import LoggingConfig
-from rollover.report.metrics import MetricsWriter
+from rollover.report.metrics import MetricsWriter, Sink
 from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
 from rollover.run.observers import StepEnded, samples_to
@@ -31,10 +31,15 @@ def _scalars(log_dir: Path, tag: str) -> list[tuple[int, float]]:
     return [(e.step, round(e.value, 5)) for e in found.Scalars(tag)]
 
 
+def opened(
+    run_dir: Path, *, run_config: Any = None, identity: str = "run-1f", resume_step: int | None = None, **chosen: Any
+) -> tuple[Sink, ...]:
+    config = LoggingConfig(**chosen)
+    return open_sinks(config, run_dir, run_config=run_config or {}, identity=identity, resume_step=resume_step)
+
+
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
-    with MetricsWriter(
-        tmp_path, sinks=open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f")
-    ) as writer:
+    with MetricsWriter(tmp_path, sinks=opened(tmp_path)) as writer:
         writer.write("warmup", 5, 0.1, {"loss": 2.0})
         writer.write("eval", 0, 0.2, {"accuracy/sums": 0.25})
         writer.write("step", 0, 1.0, {"reward/mean": 0.5, "loss": math.nan})
@@ -48,8 +53,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_a_resumed_run_as_one_history(tmp_path: Path) -> None:
     for resume_step, values in ((None, {0: 0.0, 1: 0.1, 2: 0.2}), (1, {1: 1.0})):
-        sinks = open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f", resume_step=resume_step)
-        with MetricsWriter(tmp_path, sinks=sinks) as writer:
+        with MetricsWriter(tmp_path, sinks=opened(tmp_path, resume_step=resume_step)) as writer:
             for step, value in values.items():
                 writer.write("step", step, float(step), {"reward/mean": value})
                 if resume_step is None:
@@ -62,7 +66,7 @@ def test_a_full_disk_is_told_by_tensorboard_too(tmp_path: Path, monkeypatch: pyt
     def full(writer: EventFileWriter, event: object = None) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    [sink] = open_sinks(LoggingConfig(), tmp_path, run_config={}, identity="run-1f")
+    [sink] = opened(tmp_path)
     writer = MetricsWriter(tmp_path, sinks=[sink])
     with monkeypatch.context() as patch:
         patch.setattr(EventFileWriter, "add_event", full)
@@ -78,10 +82,8 @@ def test_a_missing_tracker_says_which_extra_to_install(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    chosen: dict[str, Any] = {tracker: "project"}
-    config = LoggingConfig(tensorboard=False, **chosen)
     with pytest.raises(MissingExtra, match=rf"pip install 'rollover\[{tracker}\]'"):
-        open_sinks(config, tmp_path, run_config={}, identity="run-1f")
+        opened(tmp_path, tensorboard=False, **{tracker: "project"})
 
 
 class _Run:
@@ -115,23 +117,15 @@ def _fake_tracker(monkeypatch: pytest.MonkeyPatch, name: str) -> list[_Run]:
 class _Table:
     """Stands in for ``wandb.Table`` (0.31) and ``trackio.Table`` (0.43), which begin with the same arguments."""
 
-    def __init__(
-        self,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        rows: list[list[Any]] | None = None,
-        dataframe: Any = None,
-    ) -> None:
-        assert columns is not None and data is not None and rows is dataframe is None
-        assert all(len(row) == len(columns) for row in data)
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
         self.rows = [dict(zip(columns, row, strict=True)) for row in data]
 
 
 def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = _fake_tracker(monkeypatch, "wandb")
-    config = LoggingConfig(tensorboard=False, wandb="april", run_name="first")
     secret = {"engine": {"api_key": "sk-123"}}
-    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config=secret, identity="run-1f")) as writer:
+    sinks = opened(tmp_path, run_config=secret, tensorboard=False, wandb="april", run_name="first")
+    with MetricsWriter(tmp_path, sinks=sinks) as writer:
         writer.write("warmup", 3, 0.0, {"loss": 1.0})
         writer.write("step", 0, 1.0, {"loss": 0.5})
     assert runs[0].init["project"] == "april" and runs[0].init["name"] == "first"
@@ -146,16 +140,14 @@ def test_runs_that_differ_only_in_their_identity_are_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, key: str
 ) -> None:
     runs = _fake_tracker(monkeypatch, tracker)
-    chosen: dict[str, Any] = {tracker: "april"}
     for identity in ("sync-1f", "sync-1f", "sync-2e"):
-        open_sinks(LoggingConfig(tensorboard=False, **chosen), tmp_path, run_config={}, identity=identity)
+        opened(tmp_path, identity=identity, tensorboard=False, **{tracker: "april"})
     assert runs[0].init[key] == runs[1].init[key] != runs[2].init[key]
 
 
 def test_trackio_gets_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = _fake_tracker(monkeypatch, "trackio")
-    config = LoggingConfig(tensorboard=False, trackio="april")
-    with MetricsWriter(tmp_path, sinks=open_sinks(config, tmp_path, run_config={}, identity="run-1f")) as writer:
+    with MetricsWriter(tmp_path, sinks=opened(tmp_path, tensorboard=False, trackio="april")) as writer:
         writer.write("step", 4, 1.0, {"loss": 0.5})
     assert runs[0].init["name"] == f"{tmp_path.name}-1f"
     assert runs[0].rows == [({"loss": 0.5}, 4)]
@@ -166,7 +158,6 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, axis: dict[str, int], step: int | None
 ) -> None:
     runs = _fake_tracker(monkeypatch, tracker)
-    chosen: dict[str, Any] = {tracker: "april"}
     prompt = Prompt(prompt_id="sums/4@0", token_ids=ids("1+8"), text="1+8", source="sums")
     parked = Segment(18, ids("x "), (-0.5, -0.5), FinishReason.ABORT, 18, 0.0, 1.0)
     resumed = Segment(20, ids("hf_" + 16 * "a"), (-0.5,) * 19, FinishReason.STOP, 20, 2.0, 3.0)
@@ -175,8 +166,7 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
         Trajectory(sample_id=SampleId(3, 1), prompt=prompt, segments=(resumed,), reward=0.0),
     )
     batch = Batch(step=20, groups=(Group(group_id=3, prompt=prompt, trajectories=trajectories),))
-    sinks = open_sinks(LoggingConfig(tensorboard=True, **chosen), tmp_path, run_config={}, identity="run-1f")
-    with MetricsWriter(tmp_path, sinks=sinks) as writer:
+    with MetricsWriter(tmp_path, sinks=opened(tmp_path, **{tracker: "april"})) as writer:
         observe = samples_to(
             writer, 10, lambda b: table_rows(of_batch(b, lambda n: 0.0), char_tokenizer(), redacted_text)
         )

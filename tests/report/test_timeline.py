@@ -222,10 +222,10 @@ def test_a_restart_takes_back_the_waste_of_the_steps_it_repeats() -> None:
     assert [p.time_s for p in Timeline.of(replayed).waste] == [4.2, 14.0]
 
 
-@pytest.mark.parametrize("over_sampling", [1.0, 1.75])
+@pytest.mark.parametrize("strategy", ["sync", "april"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_account_is_the_ledgers_after_every_batch(over_sampling: float, seed: int) -> None:
-    events = Simulation(num_steps=6, over_sampling=over_sampling, seed=seed).events
+def test_the_account_is_the_ledgers_after_every_batch(strategy: str, seed: int) -> None:
+    events = Simulation(num_steps=6, strategy=strategy, seed=seed).events
     cuts = [i + 1 for i, e in enumerate(events) if isinstance(e, BatchConsumed)]
     for cut in [*cuts, len(events)]:
         timeline, tokens = Timeline.of(events[:cut]), Ledger(events[:cut]).tokens

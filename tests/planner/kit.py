@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from rollover.planner import fleet as fleets
 from rollover.planner.records import Fleet, Problem, Supply
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
+from tests.planner.verification import devices_used
 
 IDEAL = Efficiency(
     train=1.0, prefill=1.0, decode=1.0, bandwidth=1.0, link=1.0, memory=1.0, step_s=0.0, source="round numbers"
@@ -205,22 +207,16 @@ def choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], TrainingPlan]]:
     """Numbers of replicas and training plans that stock and budget allow."""
     stock = {s.device: s.count for s in problem.supplies}
     ranges = [range(stock[c.device] // c.num_devices + 1) for c in problem.replica_kinds]
+    budget = math.inf if problem.budget_per_hour is None else problem.budget_per_hour
     for y, plan in itertools.product(itertools.product(*ranges), problem.plans):
-        if used_devices_fit(problem, y, plan):
+        used = devices_used(problem, y, plan)
+        if all(used[name] <= count for name, count in stock.items()) and cost_of(problem, y, plan) <= budget:
             yield y, plan
 
 
-def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> bool:
-    cost = 0.0
-    for supply in problem.supplies:
-        rolling = sum(
-            n * c.num_devices for n, c in zip(y, problem.replica_kinds, strict=True) if c.device == supply.device
-        )
-        used = rolling + plan.count(supply.device)
-        if used > supply.count:
-            return False
-        cost += used * (supply.price_per_hour or 0.0)
-    return problem.budget_per_hour is None or cost <= problem.budget_per_hour
+def cost_of(problem: Problem, y: Sequence[int], plan: TrainingPlan) -> float:
+    used = devices_used(problem, y, plan)
+    return sum(used[s.device] * (s.price_per_hour or 0.0) for s in problem.supplies)
 
 
 def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from pydantic import TypeAdapter
 
 from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.model_shape import parse
@@ -137,10 +136,6 @@ def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
     assert sentences(doubted)[1].startswith(
         "The simulation disagrees with the formula: it reaches 50% of the predicted rate."
     )
-
-
-def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:
-    assert TypeAdapter(Plan).validate_json(plan.to_json()) == plan
 
 
 def test_shares_and_words_add_up(plan: Plan) -> None:

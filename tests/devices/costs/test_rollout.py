@@ -51,6 +51,7 @@ def test_prefill_is_linear_in_parameters_and_square_in_attention() -> None:
 def test_as_many_samples_are_in_flight_as_are_decoded_at_once(cap: int) -> None:
     engine = replica_costs(MODEL, SPEC, device(), 1, 1)
     column = replica_kind(engine, cap)
+    assert 1 / column.rate == pytest.approx(200 * engine.step_s(cap, 200) / cap + engine.prefill_s(100) / 4)
     assert column.rate * column.latency_s == pytest.approx(cap)
     assert column.group_latency_s == pytest.approx(column.latency_s * 300 / 200)
     held = column.kv_byte_s * column.rate

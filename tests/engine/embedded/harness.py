@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.block_manager import BlockManager, block_key
 from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.engine.embedded.scheduler import SequenceScheduler
 from rollover.weights.base import WeightSource
 from tests.engine.contract import tokens
+from tests.engine.models import logprobs
 
 CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4, stream_interval_tokens=1)
 
@@ -25,8 +30,19 @@ BOTH = pytest.mark.usefixtures("kernels")
 """For laws that depend on how an iteration is computed."""
 
 
-def core_of(folder: Path, **settings: Any) -> EngineCore:
-    return EngineCore(folder, replace(CONFIG, **settings))
+def core_of(folder: Path, *, recorded: bool = False, **settings: Any) -> EngineCore:
+    """Make a core; ``recorded`` decodes in batches of fixed sizes, as on a GPU."""
+    runner = GraphModelRunner if recorded else None
+    return EngineCore(folder, replace(CONFIG, **settings), make_model_runner=runner)
+
+
+@asynccontextmanager
+async def opened(folder: Path, *, lockstep: bool = False, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings), lockstep=lockstep)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def digests_of(source: WeightSource) -> dict[str, str]:
@@ -113,6 +129,13 @@ class Calls:
 
     def logprobs(self, request_id: str) -> list[float]:
         return [p for c in self.chunks[request_id] for p in c.logprobs]
+
+    def assert_logprobs_of(self, model: PreTrainedModel, *requests: GenerateRequest, within: float) -> None:
+        """Assert that the log-probs of these calls are those that transformers computes for their tokens."""
+        for req in requests:
+            prompt, temperature = req.prompt_ids + req.response_ids, req.params.temperature or 1.0
+            expected = logprobs(model, prompt, self.tokens(req.request_id), temperature)
+            assert self.logprobs(req.request_id) == pytest.approx(expected, abs=within), req.request_id
 
 
 def run(core: EngineCore, *requests: GenerateRequest) -> Calls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import EngineContract, FullEngine
-from tests.engine.models import saved, tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny_model(), tmp_path_factory.mktemp("model"))
+from tests.engine.models import tiny_model
 
 
 def pace(loop: ThreadLoop) -> None:
@@ -39,15 +34,12 @@ def pace(loop: ThreadLoop) -> None:
 
 class Embedded(EngineContract):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
-
     lockstep = False
-
     gives_kept = True
 
     @pytest.fixture(autouse=True)
-    def _model(self, folder: Path) -> Iterator[None]:
+    def _model(self, folder: Path) -> None:
         self.folder = folder
-        yield
 
     def make_engine(self) -> FullEngine:
         engine = EmbeddedEngine.from_folder(self.folder, self.config, lockstep=self.lockstep)
@@ -71,4 +63,4 @@ class TestLockstepEngineKeepsTheContract(Embedded):
 
 
 class TestEngineThatKeepsItsCacheKeepsTheContract(Embedded):
-    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, kv_on_update="keep")
+    config = replace(Embedded.config, kv_on_update="keep")

@@ -15,7 +15,6 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.experts import Experts, apply_by_expert, choose
-from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.engine.embedded.model import Weights
 from rollover.engine.embedded.native import _Routing
 from rollover.engine.embedded.ops import TorchLayout
@@ -23,9 +22,8 @@ from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
 from rollover.routes import check_routes
 from rollover.trainer.memory import _Allocations
-from rollover.weights.sources import FolderWeights, MemoryWeights
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
-from tests.engine.embedded import harness
 from tests.engine.embedded.harness import Calls, core_of, digests_in, digests_of, run
 from tests.engine.models import EXPERTS, FAMILIES, logprobs, saved, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, opened, serving
@@ -47,9 +45,8 @@ def exact(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def core_by(way: str, folder: Path, **settings: Any) -> EngineCore:
-    if way == "recorded":
-        return EngineCore(folder, replace(harness.CONFIG, **settings), make_model_runner=GraphModelRunner)
-    return core_of(folder, cpu_kernels=way, **settings)
+    kernels = {} if way == "recorded" else {"cpu_kernels": way}
+    return core_of(folder, recorded=way == "recorded", **kernels, **settings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,9 +104,9 @@ def test_routes_and_logprobs_are_those_of_transformers(name: str, way: str, tmp_
         for i, prompt in enumerate(prompts)
     ]
     calls = run(core, *asked)
+    calls.assert_logprobs_of(model, *asked, within=ROUNDING)
     for req in asked:
         response, routes = calls.tokens(req.request_id), routes_of(calls.chunks[req.request_id])
-        assert calls.logprobs(req.request_id) == pytest.approx(logprobs(model, req.prompt_ids, response), abs=ROUNDING)
         if req.params.returns_routes:
             check_routes(routes, len(response))
             assert [list(route) for route in routes] == chosen(model, req, response)
@@ -129,13 +126,13 @@ def test_ids_of_many_experts_take_two_bytes(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_rollout_keeps_the_routes_of_the_weights_that_sampled(way: str, tmp_path: Path) -> None:
     old, new = experts_model(), experts_model(seed=1)
-    core = core_by(way, saved(old, tmp_path), kv_on_update="recompute")
+    core = core_by(way, saved(old, tmp_path / "old"), kv_on_update="recompute")
     first = request("a", returns_routes=True, max_new_tokens=20)
     calls = Calls(core, [first])
     calls.step(8)
     calls.abort("a#0")
     head = calls.tokens("a#0")
-    core.load(1, MemoryWeights(1, _hub_named(new)))
+    core.load(1, FolderWeights(1, saved(new, tmp_path / "new")))
     old, new = exact(old), exact(new)
     later = request("a", returns_routes=True, max_new_tokens=20, response_ids=head, call=1)
     calls.add(later)
@@ -144,21 +141,7 @@ def test_a_resumed_rollout_keeps_the_routes_of_the_weights_that_sampled(way: str
     assert len(head) == 8 and len(rest) == 12
     assert [list(r) for r in routes_of(calls.chunks["a#0"])] == chosen(old, first, head)
     assert [list(r) for r in routes_of(calls.chunks["a#1"])] == chosen(new, later, rest)
-    assert calls.logprobs("a#1") == pytest.approx(logprobs(new, (5, 6, 7, *head), rest), abs=ROUNDING)
-
-
-def _hub_named(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A model's weights under the names of the hub: a tensor for each matrix of each expert."""
-    found: dict[str, Tensor] = {}
-    for name, weights in model.state_dict().items():
-        prefix, is_fused, part = name.rpartition(".experts.")
-        for expert, matrix in enumerate(weights if is_fused else ()):
-            halves = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
-            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-            found |= {f"{prefix}.experts.{expert}.{n}.weight": h for n, h in zip(names, halves, strict=True)}
-        if not is_fused:
-            found[name] = weights
-    return found
+    calls.assert_logprobs_of(new, later, within=ROUNDING)
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -192,7 +175,7 @@ def test_compiled_experts_compute_in_float32_over_bfloat16_weights(tmp_path: Pat
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     calls = run(core_of(saved(model, tmp_path), cpu_kernels="compiled", dtype="bfloat16"), request("a"))
-    assert calls.logprobs("a#0") == pytest.approx(logprobs(exact(model), (5, 6, 7), calls.tokens("a#0")), abs=ROUNDING)
+    calls.assert_logprobs_of(exact(model), request("a"), within=ROUNDING)
 
 
 @pytest.mark.parametrize("way", ["compiled", "torch"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -14,18 +13,16 @@ import pytest
 import torch
 
 from rollover.engine.embedded import graphs
-from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.experts import Experts, apply_by_expert, apply_to_all, choose
-from rollover.engine.embedded.graphs import GatheredAttention, GraphModelRunner, bucket
+from rollover.engine.embedded.graphs import GatheredAttention, bucket
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Weights
 from rollover.engine.embedded.ops import TorchLayout
 from rollover.engine.embedded.rotary import Rotary
 from rollover.hf.architecture import Architecture
 from tests.engine.contract import request
-from tests.engine.embedded import harness
-from tests.engine.embedded.harness import Calls, run
-from tests.engine.models import EXPERTS, FAMILIES, greedy, logprobs, saved, tiny_model
+from tests.engine.embedded.harness import Calls, core_of, run
+from tests.engine.models import EXPERTS, FAMILIES, greedy, saved, tiny_model
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -35,10 +32,6 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 ON_CPU = ("qwen3", "qwen3_moe, a dense layer, a window", "olmo2", "smollm3 with a window", "granite", "glm4 with yarn")
 """Families that differ in what a batch of a fixed size computes; ``test_model.py`` has all."""
-
-
-def graph_core(folder: Path, **settings: Any) -> EngineCore:
-    return EngineCore(folder, replace(harness.CONFIG, **settings), make_model_runner=GraphModelRunner)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +46,14 @@ def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, device: 
     model = tiny_model(kind, **config)
     prompts = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
     asked = [request(str(i), prompt_ids=p, max_new_tokens=20 + i, temperature=0.0) for i, p in enumerate(prompts)]
-    core = graph_core(saved(model, tmp_path), max_running=5, device=device, dtype="float32", block_size_tokens=16)
+    core = core_of(
+        saved(model, tmp_path), recorded=True, max_running=5, device=device, dtype="float32", block_size_tokens=16
+    )
     calls = run(core, *asked)
     for req in asked:
         response = calls.tokens(req.request_id)
         assert response == greedy(model, req.prompt_ids, len(response))
-        expected = logprobs(model, req.prompt_ids, response)
-        assert calls.logprobs(req.request_id) == pytest.approx(expected, abs=1e-4)
+    calls.assert_logprobs_of(model, *asked, within=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -67,9 +61,9 @@ def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(device: str
     folder = saved(tiny_model(sharpness=3.0), tmp_path)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 0.7}]
     asked = [request(f"s{i}", seed=i, max_new_tokens=10 + i, **kinds[i % 4]) for i in range(19)]
-    where: dict[str, Any] = {"device": device, "dtype": "float32"}
-    alone = [run(graph_core(folder, **where), req).tokens(req.request_id) for req in asked]
-    core = graph_core(folder, max_running=19, **where)
+    where: dict[str, Any] = {"recorded": True, "device": device, "dtype": "float32"}
+    alone = [run(core_of(folder, **where), req).tokens(req.request_id) for req in asked]
+    core = core_of(folder, max_running=19, **where)
     calls = Calls(core, asked)
     calls.step(7)
     calls.abort(*(req.request_id for req in asked))
@@ -130,6 +124,14 @@ def test_triton_kernels_attend_as_torch_does(name: str, splits: int, tmp_path: P
     torch.testing.assert_close(pools[0], pools[1])
 
 
+def experts_of(folder: Path, **sizes: int) -> Experts:
+    """The experts of a layer, without weights but for those that a test gives them."""
+    arch = Architecture.from_folder(saved(tiny_model("qwen3_moe", **EXPERTS | sizes), folder))
+    experts = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0].mlp
+    assert isinstance(experts, Experts)
+    return experts
+
+
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize("num_tokens", [1, 5, 50])
 def test_all_ways_to_compute_experts_agree(num_tokens: int, tmp_path: Path) -> None:
@@ -138,9 +140,7 @@ def test_all_ways_to_compute_experts_agree(num_tokens: int, tmp_path: Path) -> N
     from rollover.engine.embedded.experts_triton import apply_with_triton
 
     sizes = {"hidden_size": 40, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
-    arch = Architecture.from_folder(saved(tiny_model("qwen3_moe", **EXPERTS | sizes), tmp_path))
-    experts = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0].mlp
-    assert isinstance(experts, Experts)
+    experts = experts_of(tmp_path, **sizes)
     generator = torch.Generator().manual_seed(num_tokens)
     for stack in (experts.gate_up.stack_EIO, experts.down.stack_EIO):
         assert stack is not None
@@ -154,9 +154,7 @@ def test_all_ways_to_compute_experts_agree(num_tokens: int, tmp_path: Path) -> N
 
 
 def test_of_equal_experts_the_lower_id_is_chosen(tmp_path: Path) -> None:
-    arch = Architecture.from_folder(saved(tiny_model("qwen3_moe", **EXPERTS), tmp_path))
-    experts = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0].mlp
-    assert isinstance(experts, Experts)
+    experts = experts_of(tmp_path)
     experts.router.fill(0, torch.tensor([1.0, 2, 2, 1, 3, 1, 2, 3])[:, None].expand(8, 32))
     weights, ids = choose(experts, torch.ones(1, 32) / 32)
     assert ids.tolist() == [[4, 7, 1]] and weights.sum().item() == pytest.approx(1)

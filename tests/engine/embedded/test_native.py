@@ -36,10 +36,7 @@ def test_any_sizes_and_any_number_of_rows_give_transformers_logprobs(num_running
     model = tiny_model(sharpness=2.0, **ODD)
     core = core_of(saved(model, tmp_path), cpu_kernels="compiled", max_running=num_running)
     asked = [request(f"s{i}", prompt_ids=tuple(range(1, 2 + i)), seed=i, max_new_tokens=6) for i in range(num_running)]
-    calls = run(core, *asked)
-    for req in asked:
-        expected = logprobs(model, req.prompt_ids, calls.tokens(req.request_id))
-        assert calls.logprobs(req.request_id) == pytest.approx(expected, abs=2e-5)
+    run(core, *asked).assert_logprobs_of(model, *asked, within=2e-5)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 1), (4, 4), (6, 2), (9, 1)])
@@ -48,10 +45,7 @@ def test_any_prompt_length_and_number_of_heads_attends_as_transformers(heads: in
     core = core_of(saved(model, tmp_path), cpu_kernels="compiled", block_size_tokens=16)
     prompts = [tuple((7 * i + j) % 60 for j in range(length)) for i, length in enumerate((1, 2, 16, 17, 33, 250))]
     asked = [request(f"s{i}", prompt_ids=prompt, max_new_tokens=4) for i, prompt in enumerate(prompts)]
-    calls = run(core, *asked)
-    for req in asked:
-        expected = logprobs(model, req.prompt_ids, calls.tokens(req.request_id))
-        assert calls.logprobs(req.request_id) == pytest.approx(expected, abs=2e-5)
+    run(core, *asked).assert_logprobs_of(model, *asked, within=2e-5)
 
 
 def test_bfloat16_weights_are_computed_with_in_float32(tmp_path: Path) -> None:
@@ -59,10 +53,9 @@ def test_bfloat16_weights_are_computed_with_in_float32(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    folder = saved(model, tmp_path)
-    calls = run(core_of(folder, cpu_kernels="compiled", dtype="bfloat16"), request("a", max_new_tokens=30))
-    expected = logprobs(model, (5, 6, 7), calls.tokens("a#0"))
-    assert calls.logprobs("a#0") == pytest.approx(expected, abs=2e-5)
+    core = core_of(saved(model, tmp_path), cpu_kernels="compiled", dtype="bfloat16")
+    asked = request("a", max_new_tokens=30)
+    run(core, asked).assert_logprobs_of(model, asked, within=2e-5)
 
 
 @pytest.mark.usefixtures("num_threads")

@@ -41,11 +41,15 @@ class Machine:
         name = name or f"s{self.arrivals}"
         self.prompts[name] = prompt
         limit = max(len(response) + 1, min(length, MAX_CONTEXT - len(prompt_ids)))
-        req = request(name, call=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit)
+        self.start(name, prompt_ids, limit, response)
+
+    def start(self, name: str, prompt: tuple[int, ...], limit: int, response: tuple[int, ...] = ()) -> Sequence:
+        req = request(name, call=self.arrivals, prompt_ids=prompt, response_ids=response, max_new_tokens=limit)
         self.open[req.request_id] = sequence = Sequence(req, self.arrivals)
         self.oldest.setdefault(name, self.scheduler.policy_version)
         self.arrivals += 1
         self.scheduler.add(sequence)
+        return sequence
 
     def update(self, *, recompute: bool) -> None:
         version = self.scheduler.policy_version + 1
@@ -170,42 +174,9 @@ def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
     assert machine.finished.index("s2#2") > machine.finished.index("s0#0")
 
 
-def test_a_parked_cache_inside_a_shared_prompt_copies_what_it_writes() -> None:
-    machine = Machine(num_blocks=30, max_running=4, chunk=64)
-    prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
-    for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
-        sequence = started(machine, name, ids, 20)
-        machine.step()
-        machine.step()
-        if arrival == 0:
-            machine.end(sequence, park=True)
-    machine.finish()
-
-
-def test_decoding_in_a_pool_full_of_parked_cache_stays_dense() -> None:
-    machine = Machine(num_blocks=30, max_running=1, chunk=64)
-    for prompt in (3, 4):
-        machine.add(prompt, 25, ())
-        for _ in range(20):
-            machine.step()
-        machine.end(next(iter(machine.open.values())), park=True)
-    machine.add(9, 30, ())
-    machine.finish()
-    assert machine.finished
-
-
-def started(machine: Machine, name: str, prompt: tuple[int, ...], max_new_tokens: int) -> Sequence:
-    machine.oldest[name] = machine.scheduler.policy_version
-    req = request(name, call=machine.arrivals, prompt_ids=prompt, max_new_tokens=max_new_tokens)
-    machine.open[req.request_id] = sequence = Sequence(req, machine.arrivals)
-    machine.arrivals += 1
-    machine.scheduler.add(sequence)
-    return sequence
-
-
 def test_a_sequence_without_any_cache_begins_with_the_new_weights() -> None:
     machine = Machine(num_blocks=30, max_running=4, chunk=4)
-    early, late = started(machine, "a", tuple(range(2, 12)), 9), started(machine, "b", tuple(range(20, 30)), 9)
+    early, late = machine.start("a", tuple(range(2, 12)), 9), machine.start("b", tuple(range(20, 30)), 9)
     machine.step()
     assert (early.num_cached_tokens, late.num_cached_tokens, len(machine.scheduler.running)) == (4, 0, 2)
     machine.update(recompute=False)
@@ -216,8 +187,8 @@ def test_a_sequence_without_any_cache_begins_with_the_new_weights() -> None:
 def test_a_tail_is_not_copied_where_there_is_no_block_for_the_copy() -> None:
     machine = Machine(num_blocks=MAX_CONTEXT // BLOCK + 1, max_running=4, chunk=64)
     prompt = tuple(range(2, 41))
-    started(machine, "a", prompt, 1)
+    machine.start("a", prompt, 1)
     machine.finish()
-    started(machine, "b", (*prompt[:37], 60, 61), 1)
+    machine.start("b", (*prompt[:37], 60, 61), 1)
     machine.finish()
     assert machine.scheduler.cached_tokens == 36, "nine full blocks; the tenth is evicted"

@@ -7,19 +7,15 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover.engine.embedded.core import EngineCore
-from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.errors import EngineError, ResourceError
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import DEADLINE_S, collect, request, tokens
-from tests.engine.embedded.harness import CONFIG, Calls, core_of, digests_in
+from tests.engine.embedded.harness import Calls, core_of, digests_in, opened
 from tests.engine.models import saved, tiny_model
 
 pytestmark = pytest.mark.real_time
@@ -82,7 +78,7 @@ def test_sleep_changes_no_sample_and_empties_the_caches(folder: Path) -> None:
 
 
 def test_recordings_do_not_keep_a_runner_alive(folder: Path) -> None:
-    core = EngineCore(folder, CONFIG, make_model_runner=GraphModelRunner)
+    core = core_of(folder, recorded=True)
     Calls(core, [request("a")]).finish()
     runner = weakref.ref(core._model_runner)
     core.sleep()
@@ -91,19 +87,10 @@ def test_recordings_do_not_keep_a_runner_alive(folder: Path) -> None:
     assert len(tokens(Calls(core, [request("b")]).finish()["b#0"])) == 12
 
 
-def test_it_does_not_sleep_over_open_calls(folder: Path) -> None:
-    core = core_of(folder)
-    calls = Calls(core, [request("a")])
-    with pytest.raises(EngineError, match="cannot sleep: 1 calls are open"):
-        core.sleep()
-    assert len(tokens(calls.finish()["a#0"])) == 12
-
-
 @pytest.mark.parametrize("lockstep", [False, True])
 async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
-    engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True), lockstep=lockstep)
-    assert engine.capabilities.is_colocated
-    try:
+    async with opened(folder, lockstep=lockstep, colocated=True) as engine:
+        assert engine.capabilities.is_colocated
         await engine.sleep()
         call = asyncio.create_task(collect(engine, request("a")))
         await engine.pause()
@@ -114,14 +101,11 @@ async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folde
         await engine.load(3, FolderWeights(3, folder))
         async with asyncio.timeout(DEADLINE_S):
             assert {chunk.policy_version for chunk in await call} == {3}
-    finally:
-        await engine.close()
 
 
 async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(folder: Path, tmp_path: Path) -> None:
     other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
-    engine = EmbeddedEngine.from_folder(folder, CONFIG)
-    try:
+    async with opened(folder) as engine:
         before = digests_in(engine._core)
         await engine.sleep()
         with pytest.raises(EngineError, match="do not fit"):
@@ -138,5 +122,3 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
         engine._core._make_model_runner = make
         await engine.load(1, FolderWeights(1, folder))
         assert digests_in(engine._core) == before
-    finally:
-        await engine.close()

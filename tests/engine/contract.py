@@ -188,24 +188,21 @@ class EngineContract:
         assert chunks[-1].finish_reason is FinishReason.STOP
         assert tokens(chunks) == free[: free.index(stop) + 1]
 
-    def test_a_stop_string_ends_the_response_at_its_token_also_over_a_cut(self) -> None:
+    @law
+    async def test_a_stop_string_ends_the_response_at_its_token_also_over_a_cut(self, engine: FullEngine) -> None:
         if self.text(()) is None:
             pytest.skip("the engine's tokens spell nothing")
-
-        async def law(engine: FullEngine) -> None:
-            greedy = {"max_new_tokens": 60, "temperature": 0.0}
-            free = tokens(await collect(engine, request("free", **greedy)))
-            pairs = {e: self.spells(free[e - 2 : e]) for e in range(6, 60)}
-            whole = {e: pair for e, pair in pairs.items() if "\N{REPLACEMENT CHARACTER}" not in pair}
-            end, stop = next((e, pair) for e, pair in whole.items() if pair not in self.spells(free[: e - 1]))
-            stopping = {**greedy, "stop_strings": (stop,)}
-            for cut in (0, end - 1):
-                chunks = await collect(engine, request("stopped", call=cut, response_ids=free[:cut], **stopping))
-                assert_wellformed(chunks)
-                assert chunks[-1].finish_reason is FinishReason.STOP
-                assert free[:cut] + tokens(chunks) == free[:end]
-
-        self.run(law)
+        greedy = {"max_new_tokens": 60, "temperature": 0.0}
+        free = tokens(await collect(engine, request("free", **greedy)))
+        pairs = {e: self.spells(free[e - 2 : e]) for e in range(6, 60)}
+        whole = {e: pair for e, pair in pairs.items() if "\N{REPLACEMENT CHARACTER}" not in pair}
+        end, stop = next((e, pair) for e, pair in whole.items() if pair not in self.spells(free[: e - 1]))
+        stopping = {**greedy, "stop_strings": (stop,)}
+        for cut in (0, end - 1):
+            chunks = await collect(engine, request("stopped", call=cut, response_ids=free[:cut], **stopping))
+            assert_wellformed(chunks)
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            assert free[:cut] + tokens(chunks) == free[:end]
 
     @law
     async def test_abort_returns_once_the_final_chunks_are_on_the_streams(self, engine: FullEngine) -> None:
@@ -312,28 +309,25 @@ class EngineContract:
         if engine.capabilities.keeps_kv_on_abort:
             assert rest[0].num_prefilled_tokens == 0
 
-    def test_nothing_is_sampled_between_pause_and_resume(self) -> None:
+    @law
+    async def test_nothing_is_sampled_between_pause_and_resume(self, engine: FullEngine) -> None:
         if self.decodes_through_updates:
             pytest.skip("its members decode through a pause")
-
-        async def law(engine: FullEngine) -> None:
-            call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
-            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG // 2, seed=2)))
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG // 2, seed=2)))
+        await asyncio.sleep(0)
+        await engine.pause()
+        before = engine.stats().decoded_tokens
+        late = asyncio.create_task(collect(engine, request("c")))
+        for _ in range(20):
             await asyncio.sleep(0)
-            await engine.pause()
-            before = engine.stats().decoded_tokens
-            late = asyncio.create_task(collect(engine, request("c")))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert engine.stats().decoded_tokens == before
-            assert not call.done() and not late.done()
-            await engine.resume()
-            await engine.abort(["a#0"])
-            assert len(tokens(await other)) == LONG // 2
-            assert len(tokens(await late)) == 12
-            assert (await call)[-1].finish_reason is FinishReason.ABORT
-
-        self.run(law)
+        assert engine.stats().decoded_tokens == before
+        assert not call.done() and not late.done()
+        await engine.resume()
+        await engine.abort(["a#0"])
+        assert len(tokens(await other)) == LONG // 2
+        assert len(tokens(await late)) == 12
+        assert (await call)[-1].finish_reason is FinishReason.ABORT
 
     @law
     async def test_a_load_labels_every_later_token(self, engine: FullEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +83,28 @@ def test_without_a_stated_length_there_is_room_for_the_longest_sample() -> None:
     assert EmbeddedConfig().fitted(1000, 512).max_context_tokens is None
     assert EmbeddedServerConfig(launch=True).fitted(1000, 2048).max_context_tokens == 1000
     assert EmbeddedServerConfig(urls=("http://a:1",)).fitted(1000, 2048).max_context_tokens is None
+
+
+URLS = ("http://a:1",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (EmbeddedServerConfig, {}, "urls or launch = true: .*, got neither"),
+        (EmbeddedServerConfig, {"urls": URLS, "kv_cache_bytes": 1}, "kv_cache_bytes has no effect without launch"),
+        (EmbeddedServerConfig, {"urls": URLS, "dtype": "float32"}, "dtype has no effect without launch = true"),
+        (EmbeddedServerConfig, {"urls": URLS, "transfer_host": "h"}, "no effect with weight_transfer = 'folder'"),
+        (SGLangConfig, {"launch": True, "transfer_host": "h"}, "transfer_host has no effect with weight_transfer"),
+        (SGLangConfig, {"launch": True, "api_key_env": "KEY"}, "api_key_env does not work with launch = true"),
+        (SGLangConfig, {"urls": URLS, "colocated": True, "kv_on_update": "keep"}, "'keep' does not work with coloc"),
+        (VLLMConfig, {"urls": URLS, "colocated": True, "kv_on_update": "keep"}, "'keep' does not work with colocated"),
+        (VLLMConfig, {"urls": URLS, "max_running": (8, 32)}, "one for each of the 1 urls, got a list of 2"),
+        (VLLMConfig, {"launch": True, "max_running": (8,)}, "one number for all servers"),
+        (VLLMConfig, {"urls": URLS, "max_running": (0,)}, "max_running must be positive, got 0"),
+        (VLLMConfig, {"urls": URLS, "max_running": -1}, "max_running must be positive, got -1"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)

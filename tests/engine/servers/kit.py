@@ -38,7 +38,9 @@ class Kit:
         server: makes a scripted server of the kind.
     """
 
-    def __init__(self, config: type[Any], dialect: Callable[..., Any], server: Callable[[], Any]) -> None:
+    def __init__(
+        self, config: type[Any], dialect: Callable[..., Any], server: Callable[[], Any] = ScriptedServer
+    ) -> None:
         self._config, self._dialect, self._server = config, dialect, server
 
     def settings(self, url: str = "http://one", **changes: Any) -> Any:
@@ -61,15 +63,14 @@ class Kit:
         self,
         server: ScriptedServer,
         folder: Path,
-        url: str = "http://one",
         *,
         ownership: Ownership | None = None,
         adapters: AdapterShape | None = None,
         device: str | None = None,
         **changes: Any,
     ) -> ServerEngine:
-        config = self.settings(url, **changes)
-        client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
+        config = self.settings(**changes)
+        client = HTTPClient("http://one", config, transport=ScriptedTransport({"one": server}))
         return self.engine_over(client, config, folder, ownership or Ownership(RUN), adapters, device)
 
     @asynccontextmanager

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM, _Running, serve
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM, serve
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.speed import within
 
@@ -60,20 +60,10 @@ class ModelServer(ScriptedVLLM):
     def draw(self, logits: torch.Tensor, *, temperature: float, seed: int) -> tuple[int, float]:
         return draw(logits, temperature=temperature, seed=seed)
 
-    def _decode(self, name: str, running: _Running) -> None:
-        body = running.body
-        ids = running.__dict__.setdefault("ids", list(body["prompt"]))
-        logits = self.logits(ids, running.decoded)
-        token, logprob = self.draw(logits, temperature=body["temperature"], seed=body["seed"] + len(ids))
-        ids.append(token)
-        running.unsent.append((token, logprob))
-        running.decoded += 1
-        if token in body["stop_token_ids"]:
-            self._finish(name, "stop", token)
-        elif running.decoded == body["max_tokens"]:
-            self._finish(name, "length")
-        elif running.first or len(running.unsent) >= body["stream_interval"]:
-            running.flush(None)
+    def _draw(self, body: dict[str, Any], sampled: list[int]) -> tuple[int, float]:
+        ids = [*body["prompt"], *sampled]
+        logits = self.logits(ids, len(sampled))
+        return self.draw(logits, temperature=body["temperature"], seed=body["seed"] + len(ids))
 
 
 class SGLangModelServer(ScriptedSGLang):

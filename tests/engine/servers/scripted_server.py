@@ -16,13 +16,16 @@ import json
 import ssl
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx
+
+if TYPE_CHECKING:  # torch takes long to import
+    from tests.engine.servers.meetings import Meetings, Seat
 
 VOCAB = 64
 CONTEXT = 512
@@ -64,6 +67,7 @@ class ScriptedServer:
     """
 
     generate_path: str
+    load_path: str
 
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         self.tick_s = tick_s
@@ -71,9 +75,6 @@ class ScriptedServer:
         self.version = "default"
         self.paused = False
         self.vocab = VOCAB
-        self.eos: int | None = None
-        """Ends requests that do not ignore it."""
-        self.raw_logprobs = False
         self.aborts_by_id = True
         """False acknowledges an abort of one request and does nothing."""
         self.api_key: str | None = None
@@ -86,8 +87,6 @@ class ScriptedServer:
         self.adapters: dict[str, str] | None = None
         """Folders of adapters by name; ``None`` where it was started for none."""
         self.adapter_rank = 8
-        self.adapter_targets = ("lm_head",)
-        self.adapter_error: str | None = None
         self.network_delay_s = 0.0
         """How late events reach the client."""
         self.mangle: Callable[[bytes], bytes] = lambda event: event
@@ -97,7 +96,7 @@ class ScriptedServer:
         self.scripted: dict[str, deque[Answer]] = {}
         """Answers by path that are given, once each, in place of the right one."""
         self.log: list[tuple[str, str, dict[str, str], Any]] = []
-        self.num_aborted = self.decoded_tokens = self.most_running = 0
+        self.decoded_tokens = 0
         self.sampled: set[tuple[str, int, float]] = set()
         """(weights, token, log-prob) of everything that was decoded."""
         self.can_sleep = True
@@ -183,7 +182,6 @@ class ScriptedServer:
 
     def _start(self, name: str, running: Any) -> None:
         self.requests[name] = running
-        self.most_running = max(self.most_running, len(self.requests))
         if self._ticker is None or self._ticker.done():
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
@@ -216,17 +214,21 @@ class ScriptedServer:
         """One token of a request."""
         raise NotImplementedError
 
+    def scripted_token(self, seed: int, position: int, weights: str, temperature: float) -> tuple[int, float]:
+        token, logprob = token_at(seed, position, weights), logprob_at(seed, position, weights, temperature or 1.0)
+        self.sampled.add((weights, token, round(logprob, 9)))
+        return token, logprob
+
 
 class _Running:
     """A request as the server knows it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
-        self.decoded = 0
+        self.sampled: list[int] = []
         self.unsent: list[tuple[int, float]] = []
         self.first = True
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self.finished = False
 
     def flush(self, reason: str | None, stop_reason: Any = None) -> None:
         pieces, self.unsent = self.unsent, []
@@ -244,30 +246,13 @@ class _Running:
             self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
         self.first = False
         if reason is not None:
-            self.finished = True
             self.events.put_nowait(None)
-
-
-class Seat(Protocol):
-    """The workers of a server, in a process group."""
-
-    async def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> str:
-        """What the weights that have come are called. Raises ``RuntimeError`` when the group has been given up."""
-        ...
-
-    def leave(self) -> None: ...
-
-
-class Meetings(Protocol):
-    """Where the workers of servers meet whoever sends weights."""
-
-    def meet(self, address: Mapping[str, Any], num_workers: int) -> Seat: ...
 
 
 class ScriptedVLLM(ScriptedServer):
     """A vLLM server. ``aborts_by_id`` is false in a release in which the inner id has another form."""
 
-    generate_path = "/v1/completions"
+    generate_path, load_path = "/v1/completions", "/collective_rpc"
 
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         super().__init__(tick_s=tick_s, weights=weights)
@@ -357,8 +342,6 @@ class ScriptedVLLM(ScriptedServer):
     async def _post_v1_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
         if self.adapters is None:
             return Answer(404, {"detail": "Not Found"})
-        if self.adapter_error is not None:
-            return Answer(500, {"error": {"message": self.adapter_error}})
         if body["lora_name"] in self.adapters:
             return Answer(400, {"error": {"message": "has already been loaded"}})
         self.adapters[body["lora_name"]] = body["lora_path"]
@@ -440,30 +423,29 @@ class ScriptedVLLM(ScriptedServer):
             yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
             yield b"data: [DONE]\n\n"
         finally:
-            if not running.finished:
-                self.num_aborted += 1
             self.requests.pop(name, None)
 
     def _decode(self, name: str, running: _Running) -> None:
-        body, position = running.body, running.decoded
-        weights = self.weights_under(None if body["model"] == MODEL else body["model"])
-        token = token_at(body["seed"], position, weights)
-        temperature = 1.0 if self.raw_logprobs else body["temperature"] or 1.0
-        logprob = logprob_at(body["seed"], position, weights, temperature)
+        body = running.body
+        token, logprob = self._draw(body, running.sampled)
+        running.sampled.append(token)
         running.unsent.append((token, logprob))
-        self.sampled.add((weights, token, round(logprob, 9)))
-        running.decoded += 1
         self.decoded_tokens += 1
-        text = "".join(self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded))
+        text = "".join(self.text.get(token, "") for token in running.sampled)
         matched = next((s for s in body["stop"] if s in text), None)
-        if token in body["stop_token_ids"] or (token == self.eos and not body["ignore_eos"]):
+        if token in body["stop_token_ids"]:
             self._finish(name, "stop", token)
         elif matched is not None:
             self._finish(name, "stop", matched)
-        elif running.decoded == body["max_tokens"]:
+        elif len(running.sampled) == body["max_tokens"]:
             self._finish(name, "length")
         elif running.first or len(running.unsent) >= body.get("stream_interval", 1):
             running.flush(None)
+
+    def _draw(self, body: dict[str, Any], sampled: list[int]) -> tuple[int, float]:
+        """The next token of a request and its log-prob."""
+        weights = self.weights_under(None if body["model"] == MODEL else body["model"])
+        return self.scripted_token(body["seed"], len(sampled), weights, body["temperature"])
 
     def _finish(self, name: str, reason: str, stop_reason: Any = None) -> None:
         if (running := self.requests.pop(name, None)) is not None:
@@ -471,9 +453,7 @@ class ScriptedVLLM(ScriptedServer):
 
     def _abort(self, names: list[str]) -> None:
         for name in names:
-            if name in self.requests:
-                self.num_aborted += 1
-                self._finish(name, "abort")
+            self._finish(name, "abort")
 
 
 class ScriptedTransport(httpx.AsyncBaseTransport):

@@ -18,7 +18,8 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SamplingParams
 from rollover.weights.sources import FolderWeights
-from tests.engine.servers.pool.kit import new_pool, scripted_engines
+from tests.engine.contract import update
+from tests.engine.servers.pool.kit import Fleet
 from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
@@ -28,26 +29,16 @@ STEPS = 6
 MAX_TOKENS = 40
 
 
-class Fleet:
-    """Three servers, a pool over them and a driver over that."""
+class Rollouts(Fleet):
+    """A driver over three servers."""
 
     def __init__(self, folder: Path, kind: ModuleType, *, strategy: str, kv_on_update: str) -> None:
-        self.folder = folder
-        self.servers = {f"s{i}": kind.Server(tick_s=0.02) for i in range(3)}
-        self.engines = scripted_engines(
-            kind,
-            self.servers,
-            folder,
-            max_running=6,
-            kv_on_update=kv_on_update,
-            token_timeout_s=3.0,
-            first_token_timeout_s=6.0,
-            control_timeout_s=5.0,
-            abort_timeout_s=1.0,
-            health_timeout_s=1.0,
-            stream_interval_tokens=4,
-        )
-        self.pool = new_pool(self.engines, FolderWeights(0, folder))
+        limits = {"token_timeout_s": 3.0, "first_token_timeout_s": 6.0, "control_timeout_s": 5.0}
+        limits |= {"abort_timeout_s": 1.0, "health_timeout_s": 1.0}
+        settings = {"max_running": 6, "kv_on_update": kv_on_update, "stream_interval_tokens": 4}
+        super().__init__(kind, folder, num_servers=3, **settings, **limits)
+        for server in self.servers:
+            server.tick_s = 0.02
         state = RolloutState()
         self.ledger = state.ledger
         self.scorer = ParityScorer()
@@ -67,24 +58,19 @@ class Fleet:
             observer=lambda event: self.ledger.check(),
         )
 
+    def weights(self, version: int) -> Path:
+        return self.folder.parent / f"v{version}"
+
     async def publish(self, version: int) -> None:
-        weights = model_folder(self.folder.parent / f"w{version}")
-
-        async def load() -> None:
-            await self.pool.pause()
-            try:
-                await self.pool.load(version, FolderWeights(version, weights))
-            finally:
-                await self.pool.resume()
-
-        await self.driver.update_weights(version, load)
+        source = FolderWeights(version, model_folder(self.weights(version)))
+        await self.driver.update_weights(version, lambda: update(self.pool, source))
 
 
-async def torment(fleet: Fleet, drawn: random.Random) -> None:
+async def torment(fleet: Rollouts, drawn: random.Random) -> None:
     """One fault after another, each of a server that the last one did not hit; at most one server is out."""
     while True:
         await asyncio.sleep(drawn.uniform(0.1, 1.5))
-        server = fleet.servers[drawn.choice(sorted(fleet.servers))]
+        server = drawn.choice(fleet.servers)
         match drawn.choice(["kill", "freeze", "error", "busy", "cut", "deaf", "garble"]):
             case "kill":
                 server.kill()
@@ -112,9 +98,9 @@ async def torment(fleet: Fleet, drawn: random.Random) -> None:
                 server.mangle = lambda event: event
 
 
-def assert_exact(fleet: Fleet, batch: Batch) -> None:
+def assert_exact(fleet: Rollouts, batch: Batch) -> None:
     """Each sample is whole, ends as it says, and every token was really sampled by the weights it is labelled with."""
-    sampled = {entry for server in fleet.servers.values() for entry in server.sampled}
+    sampled = {entry for server in fleet.servers for entry in server.sampled}
     for trajectory in batch.trajectories:
         assert trajectory.reward is not None
         assert trajectory.num_tokens == len(trajectory.rollout_logprobs) <= MAX_TOKENS
@@ -123,9 +109,7 @@ def assert_exact(fleet: Fleet, batch: Batch) -> None:
         assert not set(trajectory.token_ids[:-1]) & set(fleet.sampling.stop_token_ids)
         assert stopped or trajectory.num_tokens == MAX_TOKENS
         for segment in trajectory.segments:
-            weights = (
-                fleet.folder if segment.policy_version == 0 else fleet.folder.parent / f"w{segment.policy_version}"
-            )
+            weights = fleet.weights(segment.policy_version)
             for token, logprob in zip(segment.token_ids, segment.rollout_logprobs, strict=True):
                 assert (str(weights), token, round(logprob, 9)) in sampled
 
@@ -134,30 +118,25 @@ def assert_exact(fleet: Fleet, batch: Batch) -> None:
 @pytest.mark.parametrize("strategy", ["april", "bounded_async", "sync"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
-    tmp_path: Path, kind: ModuleType, strategy: str, kv_on_update: str, seed: int
+    folder: Path, kind: ModuleType, strategy: str, kv_on_update: str, seed: int
 ) -> None:
-    fleet = Fleet(model_folder(tmp_path / "v0"), kind, strategy=strategy, kv_on_update=kv_on_update)
-    for engine in fleet.engines:
-        await engine.open()
-    await fleet.pool.open()
-    tormentor = asyncio.create_task(torment(fleet, random.Random(seed)))
-    trained = 0
-    try:
-        for step in range(STEPS):
-            batch = await fleet.driver.next_batch()
-            assert batch.step == step
-            assert_exact(fleet, batch)
-            trained += batch.num_tokens
-            await fleet.publish(step + 1)
-    finally:
-        tormentor.cancel()
-        for server in fleet.servers.values():
-            server.thaw()
-    await fleet.driver.stop()
-    fleet.ledger.check()
-    tokens = fleet.ledger.tokens
-    assert tokens.trained == trained
-    assert fleet.ledger.tokens.decoded <= sum(s.decoded_tokens for s in fleet.servers.values())
-    assert max(fleet.scorer.scored.values()) == 1, "nothing is scored twice"
-    await fleet.pool.close()
-    assert not any(server.requests for server in fleet.servers.values())
+    async with Rollouts(folder, kind, strategy=strategy, kv_on_update=kv_on_update) as fleet:
+        tormentor = asyncio.create_task(torment(fleet, random.Random(seed)))
+        trained = 0
+        try:
+            for step in range(STEPS):
+                batch = await fleet.driver.next_batch()
+                assert batch.step == step
+                assert_exact(fleet, batch)
+                trained += batch.num_tokens
+                await fleet.publish(step + 1)
+        finally:
+            tormentor.cancel()
+            for server in fleet.servers:
+                server.thaw()
+        await fleet.driver.stop()
+        fleet.ledger.check()
+        assert fleet.ledger.tokens.trained == trained
+        assert fleet.ledger.tokens.decoded <= sum(s.decoded_tokens for s in fleet.servers)
+        assert max(fleet.scorer.scored.values()) == 1, "nothing is scored twice"
+    assert not any(server.requests for server in fleet.servers)

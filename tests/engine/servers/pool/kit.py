@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from rollover.engine.base import Chunk, GenerateRequest, Sleeps
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.members import PoolEngine
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 from tests.engine.fake import FakeEngine
-from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
+from tests.engine.servers.scripted_server import ScriptedTransport
 from tests.virtual_time import VirtualClock
 from tests.weights.kit import FakeWeights
 
@@ -111,16 +113,31 @@ def new_pool(engines: Sequence[PoolEngine], source: WeightSource, **limits: floa
     return EnginePool(engines, source, VirtualClock(), ServerConfig(launch=True, **limits))  # type: ignore[arg-type]
 
 
-def scripted_engines(
-    kind: ModuleType, servers: Mapping[str, ScriptedServer], folder: Path, **settings: Any
-) -> list[PoolEngine]:
-    """An engine for each of the servers, which are given by the name of their host."""
-    transport = ScriptedTransport(servers)
-    engines = []
-    for host in servers:
-        config = kind.settings(f"http://{host}", **settings)
-        engines.append(kind.engine_over(HTTPClient(f"http://{host}", config, transport=transport), config, folder))
-    return engines
+class Fleet:
+    """Scripted servers of a kind at ``http://s0``, ``http://s1``, and a pool over them; open within ``async with``."""
+
+    def __init__(self, kind: ModuleType, folder: Path, *, num_servers: int = 2, **settings: Any) -> None:
+        limits = {"control_timeout_s": 10.0, "load_timeout_s": 40.0, "abort_timeout_s": 4.0, "health_timeout_s": 2.0}
+        settings = limits | settings
+        self.kind, self.folder = kind, folder
+        self.servers = [kind.Server() for _ in range(num_servers)]
+        transport = ScriptedTransport({f"s{i}": server for i, server in enumerate(self.servers)})
+        self.engines: list[ServerEngine] = []
+        for host in transport.servers:
+            config = kind.settings(f"http://{host}", **settings)
+            client = HTTPClient(f"http://{host}", config, transport=transport)
+            self.engines.append(kind.engine_over(client, config, folder))
+        times = {key: value for key, value in settings.items() if key.endswith("_s")}
+        self.pool = new_pool(self.engines, FolderWeights(0, folder), **times)
+
+    async def __aenter__(self) -> Self:
+        for engine in self.engines:
+            await engine.open()
+        await self.pool.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pool.close()
 
 
 @asynccontextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 from unittest.mock import Mock
 
 import pytest
@@ -16,20 +16,18 @@ import torch
 from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
 from rollover.engine.servers import open as open_module
-from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights import sending
 from rollover.weights.publisher import Publisher
 from rollover.weights.sending import HeldWeights, Lease, SenderLost, own_weights
-from rollover.weights.sources import FolderWeights, MemoryWeights
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import collect, request
 from tests.engine.servers.meetings import Meetings
-from tests.engine.servers.pool.kit import new_pool, scripted_engines
+from tests.engine.servers.pool.kit import Fleet
 from tests.engine.servers.scripted_server import Answer, Broken
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
-from tests.engine.servers.vllm.kit import model_folder
 from tests.speed import within
 
 pytestmark = pytest.mark.real_time
@@ -53,12 +51,21 @@ class Holder:
         return own_weights(source, tensors, self.lease, current=lambda: self.version, device="cuda:1")
 
 
-class Sent:
-    """Two servers, a pool over them, and the groups in which they were sent weights since it was opened."""
+class Sent(Fleet):
+    """Two servers, and the groups in which they were sent weights since their pool was opened."""
 
-    def __init__(self, kind: ModuleType, pool: EnginePool, servers: list[Any], meetings: Meetings) -> None:
-        self.kind, self.pool, self.servers = kind, pool, servers
-        self._meetings, self._num_before = meetings, len(meetings.all)
+    def __init__(self, kind: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits = {"load_timeout_s": _DEADLINE_S, "control_timeout_s": 10.0, "health_timeout_s": 10.0}
+        super().__init__(kind, folder, weight_transfer="nccl", health_interval_s=0.05, **limits)
+        self._meetings = Meetings()
+        monkeypatch.setattr("rollover.weights.sending.open_group", self._meetings.open_group)
+        for server in self.servers:
+            server.meetings = self._meetings
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._num_before = len(self._meetings.all)
+        return self
 
     async def publish(self, source: HeldWeights) -> None:
         publisher = Publisher(self.pool)
@@ -71,48 +78,19 @@ class Sent:
         """The first rank of each server in each group."""
         return [sorted(meeting.offsets) for meeting in self._meetings.all[self._num_before :]]
 
-    def on_receive(self, number: int, act: Callable[[Any], None]) -> None:
-        """Have ``act`` decide what becomes of a server that is told of a bucket; without an error it receives it."""
-        server, name = self.servers[number], RECEIVE[self.kind]
-        receive = getattr(server, name)
-
-        async def intercepted(query: dict[str, str], body: Any) -> Answer:
-            act(server)
-            answer: Answer = await receive(query, body)
-            return answer
-
-        setattr(server, name, intercepted)
-
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(_DEADLINE_S):
             while not condition():
                 await asyncio.sleep(0.01)
 
 
-@asynccontextmanager
-async def opened(kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sent]:
-    folder, meetings = model_folder(tmp_path / "v0"), Meetings()
-    monkeypatch.setattr("rollover.weights.sending.open_group", meetings.open_group)
-    servers = [kind.Server(), kind.Server()]
-    limits: dict[str, Any] = {"load_timeout_s": _DEADLINE_S, "control_timeout_s": 10.0, "health_timeout_s": 10.0}
-    for server in servers:
-        server.meetings = meetings
-    named = dict(zip(("s0", "s1"), servers, strict=True))
-    engines = scripted_engines(kind, named, folder, weight_transfer="nccl", **limits)
-    pool = new_pool(engines, FolderWeights(0, folder), **limits, health_interval_s=0.05)
-    for engine in engines:
-        await engine.open()  # type: ignore[attr-defined]
-    await pool.open()
-    try:
-        yield Sent(kind, pool, servers, meetings)
-    finally:
-        await pool.close()
+@pytest.fixture
+def sent(kind: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sent:
+    return Sent(kind, folder, monkeypatch)
 
 
-async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(sent: Sent) -> None:
+    async with sent:
         await sent.publish(Holder().at(1))
         assert sent.groups == [[1, 3]]
         assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
@@ -121,15 +99,17 @@ async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
 
 
 async def test_a_lost_server_is_named_and_the_others_get_the_weights(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def die(server: Any) -> None:
-        server.kill()
-        server.seat.leave()
+    lost = sent.servers[1]
+
+    async def die(query: dict[str, str], body: Any) -> Answer:
+        lost.kill()
+        lost.seat.leave()
         raise Broken
 
-    async with opened(kind, tmp_path, monkeypatch) as sent:
-        sent.on_receive(1, die)
+    async with sent:
+        setattr(lost, RECEIVE[sent.kind], die)
         holder = Holder()
         await sent.publish(holder.at(1))
         assert sent.groups == [[1, 3], [1]]
@@ -140,45 +120,35 @@ async def test_a_lost_server_is_named_and_the_others_get_the_weights(
         assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
-async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(sent: Sent) -> None:
+    async def refuse(query: dict[str, str], body: Any) -> Answer:
+        return Answer(500, {"error": {"message": "out of memory"}})
 
-        async def refuse(query: dict[str, str], body: Any) -> Answer:
-            return Answer(500, {"error": {"message": "out of memory"}})
-
-        setattr(sent.servers[1], RECEIVE[kind], refuse)
+    async with sent:
+        setattr(sent.servers[1], RECEIVE[sent.kind], refuse)
         await sent.publish(Holder().at(1))
         assert sent.groups == [[1, 3], [1], [1]]
         assert sent.servers[0].weights == "sent 512.0"
         assert sent.pool.capabilities.max_running == 64
 
 
-async def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(sglang_kit, tmp_path, monkeypatch) as sent:
+async def test_when_all_refuse_the_error_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Sent(sglang_kit, folder, monkeypatch) as sent:
         for server in sent.servers:
             server.load_error = "out of memory"
         with pytest.raises(EngineError, match=r"no engine took weights version 1: .*out of memory"):
             await sent.publish(Holder().at(1))
 
 
-async def test_weights_are_sent_again_when_their_sender_is_lost(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+async def test_weights_are_sent_again_when_their_sender_is_lost(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sent:
         source = Holder().at(1)
-        open_sender, num_lost = source.open_sender, 2
+        open_sender, opened = source.open_sender, itertools.count(1)
 
         def open_and_lose(*arguments: Any) -> Any:
-            nonlocal num_lost
             sender = open_sender(*arguments)
-            if num_lost > 0:
-                num_lost -= 1
-
-                def lost(number: int) -> None:
-                    raise SenderLost("rank 1 of 2 was killed (SIGKILL)")
-
+            if next(opened) <= 2:
+                lost = Mock(side_effect=SenderLost("rank 1 of 2 was killed (SIGKILL)"))
                 monkeypatch.setattr(sender, "send", lost)
             return sender
 
@@ -188,10 +158,8 @@ async def test_weights_are_sent_again_when_their_sender_is_lost(
         assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
 
 
-async def test_a_returning_server_gets_weights_that_are_still_there_at_once(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+async def test_a_returning_server_gets_weights_that_are_still_there_at_once(sent: Sent) -> None:
+    async with sent:
         await sent.publish(Holder().at(1))
         sent.servers[1].restart()
         await sent.until(lambda: sent.servers[1].weights == "sent 512.0")
@@ -200,10 +168,8 @@ async def test_a_returning_server_gets_weights_that_are_still_there_at_once(
 
 
 @pytest.mark.parametrize("num_restarted", [1, 2])
-async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restarted: int
-) -> None:
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(sent: Sent, num_restarted: int) -> None:
+    async with sent:
         holder = Holder()
         await sent.publish(holder.at(1))
         newer = holder.at(2)
@@ -219,11 +185,9 @@ async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
         assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
-async def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
-    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(sent: Sent) -> None:
     checked: list[int] = []
-    async with opened(kind, tmp_path, monkeypatch) as sent:
+    async with sent:
         holder = Holder()
 
         async def check(engine: Any, version: int, *, is_known: bool = False, draws: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -35,28 +35,12 @@ def pool(*capacities: int, clock: HandClock | None = None) -> Members:
     return members
 
 
-def test_calls_of_different_prompts_fill_members_by_their_room() -> None:
-    members = pool(8, 4, 4)
-    dispatch = Dispatch(members)
-    for i in range(16):
-        dispatch.assign(f"p{i}")
-    assert [m.num_calls for m in members.all] == [8, 4, 4]
-
-
 def test_siblings_stay_together_until_that_unbalances() -> None:
     members = pool(8, 8)
     dispatch, (one, two) = Dispatch(members), members.all
     placed = [dispatch.assign("p") for _ in range(8)]
     assert placed[:3] == [one, one, one]
     assert abs(one.share - two.share) <= AFFINITY_SLACK + 1 / 8
-
-
-def test_a_sibling_goes_elsewhere_when_its_home_is_down() -> None:
-    members = pool(8, 8)
-    dispatch, (one, two) = Dispatch(members), members.all
-    assert dispatch.assign("p") is one
-    one.take_out("gone")
-    assert dispatch.assign("p") is two
 
 
 @pytest.mark.parametrize(("failures", "wait_s"), [(1, 1.0), (2, 2.0), (3, 4.0), (7, 60.0), (2000, 60.0)])
@@ -78,16 +62,6 @@ def test_one_late_probe_is_forgiven_unless_a_call_had_failed() -> None:
     two.late("slow")
     assert two.is_down
     assert members.why_none() == "e0: slow; e1: slow"
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 60))
-def test_no_member_is_overfull_while_another_has_room(capacities: list[int], num_calls: int) -> None:
-    members = pool(*capacities)
-    dispatch = Dispatch(members)
-    for i in range(min(num_calls, sum(capacities))):
-        dispatch.assign(f"p{i % 3}")
-        assert all(m.num_calls <= m.capacity for m in members.all)
 
 
 class Machine(RuleBasedStateMachine):

@@ -381,23 +381,6 @@ async def test_when_no_member_proves_itself_all_are_named() -> None:
             await pool.check_logprobs()
 
 
-async def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
-    async with pool_of_two() as (_, two, pool):
-        pool.check_logprobs_with(prover := Prover("two"))
-        two.failing = "ill"
-        await asyncio.sleep(30.0)
-        await update(pool, FakeWeights(1))
-        two.failing = None
-        await asyncio.sleep(40.0)
-        assert two.version == 1 and ("two", 1) in prover.asked
-        assert pool.capabilities.max_running == 64
-        await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
-        assert all(r.request_id.startswith("proof") for r in two.requests)
-        prover.liars.clear()
-        await asyncio.sleep(40.0)
-        assert pool.capabilities.max_running == 128
-
-
 async def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
     async with pool_of_two() as (_, two, pool):
         pool.check_logprobs_with(prover := Prover())

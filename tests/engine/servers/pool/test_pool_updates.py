@@ -13,14 +13,10 @@ from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
-from tests.engine.servers.pool.kit import Flaky, new_pool, pool_of, pool_of_two, scripted_engines
+from tests.engine.servers.pool.kit import Flaky, Fleet, pool_of, pool_of_two
 from tests.engine.servers.scripted_server import Answer
-from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
-from tests.engine.servers.vllm.kit import model_folder
 from tests.weights.kit import FakeWeights
-
-LOADS = {vllm_kit: "_post_collective_rpc", sglang_kit: "_post_update_weights_from_disk"}
 
 
 def now_s() -> float:
@@ -110,146 +106,114 @@ async def test_waiting_for_any_engine_is_reported_at_its_start_and_end(caplog: p
             assert float(end.split(" up after ")[1].split()[0]) >= 60.0
 
 
-# -- real engines before scripted servers -------------------------------------------------------------------
+@pytest.fixture
+def fleet(kind: ModuleType, folder: Path) -> Fleet:
+    return Fleet(kind, folder, token_timeout_s=3.0, first_token_timeout_s=6.0)
 
 
-class Fleet:
-    """Two servers and a pool over them."""
+def hang_in_load(fleet: Fleet) -> asyncio.Event:
+    """The second server accepts the call for new weights and does not answer before the event is set."""
+    server, go_on = fleet.servers[1], asyncio.Event()
+    name = f"_post{server.load_path.replace('/', '_')}"
+    load = getattr(server, name)
 
-    def __init__(self, kind: ModuleType, folder: Path, **changes: Any) -> None:
-        self.kind, self.folder = kind, folder
-        self.servers = [kind.Server(), kind.Server()]
-        limits = {"control_timeout_s": 10.0, "load_timeout_s": 40.0, "abort_timeout_s": 4.0, "health_timeout_s": 2.0}
-        limits |= changes
-        self.config = kind.settings(**limits)
-        self.engines = scripted_engines(kind, dict(zip(("s0", "s1"), self.servers, strict=True)), folder, **limits)
-        self.pool = new_pool(self.engines, FolderWeights(0, folder), **limits)
+    async def hanging(query: dict[str, str], body: Any) -> Answer:
+        await go_on.wait()
+        answer: Answer = await load(query, body)
+        return answer
 
-    async def open(self) -> None:
-        for engine in self.engines:
-            await engine.open()
-        await self.pool.open()
-
-    def hang_in_load(self, server: Any) -> asyncio.Event:
-        """The call for new weights is accepted and not answered before the event is set."""
-        load, go_on = getattr(server, LOADS[self.kind]), asyncio.Event()
-
-        async def hanging(query: dict[str, str], body: Any) -> Answer:
-            await go_on.wait()
-            answer: Answer = await load(query, body)
-            return answer
-
-        setattr(server, LOADS[self.kind], hanging)
-        return go_on
+    setattr(server, name, hanging)
+    return go_on
 
 
 async def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
-    kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, new: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = Fleet(kind, model_folder(tmp_path / "v0"))
-    await fleet.open()
-    well, hung = fleet.servers
-    go_on = fleet.hang_in_load(hung)
-    new = model_folder(tmp_path / "v1")
-    started_s = now_s()
-    await Publisher(fleet.pool, timeout_s=fleet.config.update_timeout_s).publish(FolderWeights(1, new))
-    assert now_s() - started_s == pytest.approx(40.0, abs=1.0)
-    (line,) = lines(caplog, "is taken out")
-    assert line.startswith("http://s1 is taken out: http://s1 did not answer POST /") and "within 40 s" in line
-    assert (well.weights, well.paused) == (str(new), False)
-    chunks = await collect(fleet.pool, request("a"))
-    assert {chunk.policy_version for chunk in chunks} == {1}
-    go_on.set()
-    await asyncio.sleep(120.0)
-    assert (hung.weights, hung.paused) == (str(new), False)
-    assert len(lines(caplog, "http://s1 is back with weights version 1")) == 1
-    await fleet.pool.close()
+    async with fleet:
+        well, hung = fleet.servers
+        go_on = hang_in_load(fleet)
+        started_s = now_s()
+        await Publisher(fleet.pool, timeout_s=1000.0).publish(FolderWeights(1, new))
+        assert now_s() - started_s == pytest.approx(40.0, abs=1.0)
+        (line,) = lines(caplog, "is taken out")
+        assert line.startswith("http://s1 is taken out: http://s1 did not answer POST /") and "within 40 s" in line
+        assert (well.weights, well.paused) == (str(new), False)
+        chunks = await collect(fleet.pool, request("a"))
+        assert {chunk.policy_version for chunk in chunks} == {1}
+        go_on.set()
+        await asyncio.sleep(120.0)
+        assert (hung.weights, hung.paused) == (str(new), False)
+        assert len(lines(caplog, "http://s1 is back with weights version 1")) == 1
 
 
-async def test_a_cancelled_publication_leaves_no_server_standing_still(kind: ModuleType, tmp_path: Path) -> None:
-    fleet = Fleet(kind, model_folder(tmp_path / "v0"))
-    await fleet.open()
-    new = model_folder(tmp_path / "v1")
-    fleet.hang_in_load(fleet.servers[1])
-    publishing = asyncio.create_task(Publisher(fleet.pool).publish(FolderWeights(1, new)))
-    await asyncio.sleep(5.0)
-    assert [server.paused for server in fleet.servers] == [True, True]
-    started_s = now_s()
-    publishing.cancel()
-    await asyncio.gather(publishing, return_exceptions=True)
-    await fleet.pool.close()
+async def test_a_cancelled_publication_leaves_no_server_standing_still(fleet: Fleet, new: Path) -> None:
+    async with fleet:
+        hang_in_load(fleet)
+        publishing = asyncio.create_task(Publisher(fleet.pool).publish(FolderWeights(1, new)))
+        await asyncio.sleep(5.0)
+        assert [server.paused for server in fleet.servers] == [True, True]
+        started_s = now_s()
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
     assert now_s() - started_s < 10.0
     assert [server.paused for server in fleet.servers] == [False, False]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-async def test_a_pool_closed_during_an_update_resumes_what_it_paused(
-    kind: ModuleType, tmp_path: Path, frozen: bool
-) -> None:
-    fleet = Fleet(kind, model_folder(tmp_path / "v0"))
-    await fleet.open()
-    await fleet.pool.pause()
-    if frozen:
-        fleet.servers[1].freeze()
-    started_s = now_s()
-    await fleet.pool.close()
+async def test_a_pool_closed_during_an_update_resumes_what_it_paused(fleet: Fleet, frozen: bool) -> None:
+    async with fleet:
+        await fleet.pool.pause()
+        if frozen:
+            fleet.servers[1].freeze()
+        started_s = now_s()
     assert now_s() - started_s <= 2 * 4.0 + 0.5
-    assert fleet.servers[0].paused is False
-    assert fleet.servers[1].paused is frozen
+    assert [server.paused for server in fleet.servers] == [False, frozen]
     fleet.servers[1].thaw()
 
 
 async def test_a_lost_server_is_one_line_however_many_calls_it_had(
-    kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = Fleet(kind, model_folder(tmp_path / "v0"))
-    await fleet.open()
-    caplog.clear()
-    calls = [
-        asyncio.create_task(collect(fleet.pool, request(f"r{i}", prompt_ids=(i + 1,), max_new_tokens=400)))
-        for i in range(40)
-    ]
-    await asyncio.sleep(0.5)
-    fleet.servers[1].freeze()
-    await asyncio.sleep(0.5)
-    await fleet.pool.abort([f"r{i}#0" for i in range(40)])
-    await asyncio.gather(*calls, return_exceptions=True)
-    await asyncio.sleep(20.0)
-    fleet.servers[1].thaw()
-    assert 1 <= len(caplog.records) <= 2, [record.getMessage() for record in caplog.records]
-    await fleet.pool.close()
+    async with fleet:
+        caplog.clear()
+        calls = [
+            asyncio.create_task(collect(fleet.pool, request(f"r{i}", prompt_ids=(i + 1,), max_new_tokens=400)))
+            for i in range(40)
+        ]
+        await asyncio.sleep(0.5)
+        fleet.servers[1].freeze()
+        await asyncio.sleep(0.5)
+        await fleet.pool.abort([f"r{i}#0" for i in range(40)])
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(20.0)
+        fleet.servers[1].thaw()
+        assert 1 <= len(caplog.records) <= 2, [record.getMessage() for record in caplog.records]
 
 
 async def test_a_server_that_decodes_nothing_is_left_out_until_it_decodes(
-    kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = Fleet(kind, model_folder(tmp_path / "v0"), token_timeout_s=3.0, first_token_timeout_s=6.0)
-    await fleet.open()
-    fleet.servers[1].is_wedged = True
-    names = [f"r{i}" for i in range(4)]
-    started_s = now_s()
-    ends = await asyncio.gather(
-        *(collect(fleet.pool, request(name, prompt_ids=(i + 1,))) for i, name in enumerate(names)),
-        return_exceptions=True,
-    )
-    assert now_s() - started_s < 10.0
-    failed = [end for end in ends if isinstance(end, BaseException)]
-    assert len(failed) == 2 and all(isinstance(end, EngineTimeout) for end in failed), ends
-    await asyncio.sleep(10.0)
-    assert len(lines(caplog, "http://s1 is taken out")) == 1
-    again = await asyncio.gather(
-        *(collect(fleet.pool, request(n, call=1, prompt_ids=(i,))) for i, n in enumerate(names))
-    )
-    assert {chunk.engine for chunks in again for chunk in chunks} == {"http://s0"}
-    fleet.servers[1].is_wedged = False
-    await asyncio.sleep(120.0)
-    assert len(lines(caplog, "http://s1 is back with weights version 0")) == 1
-    await fleet.pool.close()
+    async def ends(call: int) -> list[Any]:
+        calls = (collect(fleet.pool, request(f"r{i}", call=call, prompt_ids=(i + 1,))) for i in range(4))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async with fleet:
+        fleet.servers[1].is_wedged = True
+        started_s = now_s()
+        failed = [end for end in await ends(0) if isinstance(end, BaseException)]
+        assert now_s() - started_s < 10.0
+        assert len(failed) == 2 and all(isinstance(end, EngineTimeout) for end in failed), failed
+        await asyncio.sleep(10.0)
+        assert len(lines(caplog, "http://s1 is taken out")) == 1
+        assert {chunk.engine for chunks in await ends(1) for chunk in chunks} == {"http://s0"}
+        fleet.servers[1].is_wedged = False
+        await asyncio.sleep(120.0)
+        assert len(lines(caplog, "http://s1 is back with weights version 0")) == 1
 
 
-async def test_a_server_that_ignores_a_pause_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+async def test_a_server_that_ignores_a_pause_is_not_waited_for_for_ever(folder: Path) -> None:
     server = vllm_kit.Server()
-    async with vllm_kit.opened(server, model_folder(tmp_path / "v0"), control_timeout_s=5.0) as engine:
+    async with vllm_kit.opened(server, folder, control_timeout_s=5.0) as engine:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=500)))
         await asyncio.sleep(0.2)
         server.tick_s = 0.1

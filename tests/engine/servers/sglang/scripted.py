@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.engine.servers.scripted_server import CONTEXT, Answer, Meetings, ScriptedServer, Seat, logprob_at, token_at
+from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedServer
+
+if TYPE_CHECKING:
+    from tests.engine.servers.meetings import Meetings, Seat
 
 MODEL_TYPE = "qwen3"
 
@@ -27,14 +30,14 @@ class _Running:
         self.changes: list[tuple[str, int]] = []
         """Versions that were replaced, and how many tokens had been sampled then."""
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self.finished = self.abort_sent = self.to_finish = False
+        self.abort_sent = self.to_finish = False
 
 
 class ScriptedSGLang(ScriptedServer):
     """An SGLang worker. ``requests`` are known to the scheduler, in its order; it runs the first ``slots``.
     ``aborts_by_id`` is false while aborts come too early: they are remembered and have no effect."""
 
-    generate_path = "/generate"
+    generate_path, load_path = "/generate", "/update_weights_from_disk"
 
     def __init__(self, *, incremental: bool = False, lag_s: float = 0.0, slots: int = 64, tick_s: float = 0.01) -> None:
         super().__init__(tick_s=tick_s)
@@ -46,6 +49,8 @@ class ScriptedSGLang(ScriptedServer):
         self.preferred_sampling_params: dict[str, Any] | None = None
         self.max_req_input_len = CONTEXT - 6
         self.reports_spans = True
+        self.eos: int | None = None
+        """Ends requests that do not ignore it."""
         self.dp_size = 1
         self.scheduler_version = "default"
         self.meetings: Meetings | None = None
@@ -91,7 +96,7 @@ class ScriptedSGLang(ScriptedServer):
                 "internal_states": [{}],
                 "enable_lora": self.adapters is not None,
                 "max_lora_rank": self.adapter_rank,
-                "lora_target_modules": [*self.adapter_targets],
+                "lora_target_modules": ["lm_head"],
             }
         )
 
@@ -147,7 +152,6 @@ class ScriptedSGLang(ScriptedServer):
     def _schedule_abort(self, prefix: str) -> None:
         for number, (rid, running) in enumerate(list(self.requests.items())):
             if rid.startswith(prefix):
-                self.num_aborted += 1
                 if number >= self.slots or self._retracts:
                     self._abort_queued(rid, running)
                 else:
@@ -182,9 +186,8 @@ class ScriptedSGLang(ScriptedServer):
         return self._updated(body["model_path"], body)
 
     async def _post_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
-        error = self.adapter_error or ("LoRA is not enabled." if self.adapters is None else None)
-        if error is not None or self.adapters is None:
-            return Answer(400, {"success": False, "error_message": error, "loaded_adapters": None})
+        if self.adapters is None:
+            return Answer(400, {"success": False, "error_message": "LoRA is not enabled.", "loaded_adapters": None})
         self.adapters[body["lora_name"]] = body["lora_path"]
         return Answer(body={"success": True, "error_message": "", "loaded_adapters": self.adapters})
 
@@ -301,12 +304,8 @@ class ScriptedSGLang(ScriptedServer):
 
     def _draw(self, body: dict[str, Any], sampled: list[int]) -> tuple[int, float]:
         """The next token of a request and its log-prob."""
-        params, position = body["sampling_params"], len(sampled)
-        seed, weights = params["sampling_seed"], self.weights_under(body.get("lora_path"))
-        temperature = 1.0 if self.raw_logprobs else params["temperature"] or 1.0
-        token, logprob = token_at(seed, position, weights), logprob_at(seed, position, weights, temperature)
-        self.sampled.add((weights, token, round(logprob, 9)))
-        return token, logprob
+        params, weights = body["sampling_params"], self.weights_under(body.get("lora_path"))
+        return self.scripted_token(params["sampling_seed"], len(sampled), weights, params["temperature"])
 
     def _finish(self, name: str, reason: dict[str, Any]) -> None:
         self._send(self.requests.pop(name), reason)
@@ -346,7 +345,6 @@ class ScriptedSGLang(ScriptedServer):
             meta["weight_versions"] = self._spans(running)
         running.events.put_nowait({"text": "", "output_ids": ids, "meta_info": meta})
         if final:
-            running.finished = True
             running.events.put_nowait(None)
 
     def _spans(self, running: _Running) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from types import ModuleType
 import pytest
 
 from rollover.engine.servers.folder import ModelFolder
-from rollover.errors import EngineError, ModelError
+from rollover.errors import CallDisplaced, EngineError, ModelError
 from rollover.hf.config import max_context
+from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import collect, request, update
+from tests.engine.contract import LONG, collect, request, tokens, update
 from tests.engine.servers.kit import bodies
 from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm.kit import label
 
 
 async def test_a_server_left_without_known_weights_gets_no_call(kind: ModuleType, folder: Path, new: Path) -> None:
@@ -32,6 +35,38 @@ async def test_a_server_left_without_known_weights_gets_no_call(kind: ModuleType
         await update(engine, FolderWeights(1, new))
         await engine.probe(decode=True)
         assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
+
+
+async def test_an_abort_that_stops_nothing_becomes_one_of_all_calls(kind: ModuleType, folder: Path) -> None:
+    """vLLM ignores an id that it does not know; SGLang remembers an abort that came too early."""
+    async with kind.serving(folder) as (engine, server):
+        calls = [asyncio.create_task(collect(engine, request(n, max_new_tokens=400))) for n in "ab"]
+        server.tick_s = 1.0
+        await asyncio.sleep(2.5)
+        server.aborts_by_id = False
+        await engine.abort(["a#0"])
+        assert (await calls[0])[-1].finish_reason is FinishReason.ABORT
+        with pytest.raises(CallDisplaced, match="had to stop all its calls, since one did not end"):
+            await calls[1]
+        server.tick_s = 0.01
+        assert len(tokens(await collect(engine, request("c")))) == 12
+    of_vllm, of_sglang = ("/pause", {"mode": "abort"}, None), ("/abort_request", {}, {"rid": "", "abort_all": True})
+    assert ("POST", *(of_sglang if kind is sglang_kit else of_vllm)) in server.log
+
+
+async def test_no_call_can_hit_the_cache_of_older_weights(kind: ModuleType, folder: Path, new: Path) -> None:
+    async with kind.serving(folder, kv_on_update="keep") as (engine, server):
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.1)
+        await update(engine, FolderWeights(1, new))
+        await collect(engine, request("b"))
+        await call
+        await update(engine, FolderWeights(2, folder))
+    key = "extra_key" if kind is sglang_kit else "cache_salt"
+    assert [body[key] for body in bodies(server, server.generate_path)] == [label(0), label(1)]
+    if kind is sglang_kit:
+        flushed = [body["flush_cache"] for body in bodies(server, server.load_path)]
+        assert flushed == [False, True], "with no call open nothing needs to be kept"
 
 
 async def test_what_was_cached_is_not_counted_as_prefilled(kind: ModuleType, folder: Path) -> None:

@@ -16,7 +16,6 @@ from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
-from tests.engine.servers.weights.test_adapters import SHAPE, given
 
 
 class Scripted(EngineContract):
@@ -63,28 +62,3 @@ class TestSGLangThatKeepsItsCacheKeepsTheContract(Scripted):
 class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(Scripted):
     kit, settings = sglang_kit, {"stream_interval_tokens": 7}
     script = {"incremental": True, "lag_s": 0.3}  # noqa: RUF012
-
-
-class Adapted(Scripted):
-    """Servers that are given adapters alone."""
-
-    settings = {"adapters": SHAPE}  # noqa: RUF012
-
-    def server(self) -> Any:
-        server = super().server()
-        server.adapters = {}
-        return server
-
-    def new_weights(self, version: int) -> WeightSource:
-        return given(self.place / "v1", version)
-
-    def bad_weights(self) -> WeightSource:
-        return given(self.place / "bad", 1, hidden=8)
-
-
-class TestVLLMThatIsGivenAdaptersKeepsTheContract(Adapted):
-    kit = vllm_kit
-
-
-class TestSGLangThatIsGivenAdaptersKeepsTheContract(Adapted):
-    kit = sglang_kit

@@ -14,11 +14,10 @@ from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.dialect import EmbeddedServerDialect
 from rollover.engine.servers.embedded.serve import EngineServer
 from rollover.engine.servers.engine import ServerEngine
-from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
-from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from tests.engine.models import saved, tiny_model
+from tests.engine.servers.kit import Kit
 from tests.speed import within
 
 RUN = "this-run"
@@ -64,10 +63,8 @@ def serving(folder: Path, config: EmbeddedConfig = ENGINE, *, key: str | None = 
 
 def make_engine(url: str, folder: Path, *, run: str = RUN, **settings: Any) -> ServerEngine:
     config = EmbeddedServerConfig(urls=(url,), max_running=4, **settings)
-    client, served = HTTPClient(url, config), ModelFolder.read(folder)
-    return ServerEngine(
-        client, config, served, EmbeddedServerDialect(client, config, served, WeightTerms()), ownership=Ownership(run)
-    )
+    kit = Kit(EmbeddedServerConfig, EmbeddedServerDialect)
+    return kit.engine_over(HTTPClient(url, config), config, folder, Ownership(run))
 
 
 @asynccontextmanager

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollover.errors import EngineError
 from rollover.weights.adapters import AdapterSource, MergedWeights
-from rollover.weights.base import WeightSource
 from rollover.weights.folders import WeightFolders
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request, tokens
-from tests.engine.servers.embedded.kit import model, opened, serving
-from tests.engine.servers.embedded.test_contract import EmbeddedServer
+from tests.engine.servers.embedded.kit import opened, serving
 from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "initial": model(root / "initial"),
-        "other": model(root / "other", seed=2),
-        "fitting": root / "fitting",
-        "misfit": root / "misfit",
-    }
-
-
-@pytest.fixture(scope="module")
-def url(folders: dict[str, Path]) -> Iterator[str]:
-    with serving(folders["initial"]) as url:
-        yield url
 
 
 def on_disk(folder: Path, source: AdapterSource) -> AdapterSource:
@@ -40,22 +20,13 @@ def on_disk(folder: Path, source: AdapterSource) -> AdapterSource:
     return AdapterSource(source.manifest.version, source.adapters, folder=folder)
 
 
-class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
-    def new_weights(self, version: int) -> WeightSource:
-        return on_disk(self.folders["fitting"], AdapterSource(version, adapters()))
-
-    def bad_weights(self) -> WeightSource:
-        return on_disk(self.folders["misfit"], AdapterSource(1, {Q_PROJ: low_rank(64, 31)}))
-
-
 @pytest.mark.real_time
-async def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
-    base = folders["initial"]
-    merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
-    whole = WeightFolders(tmp_path / "merged", like=base).write(merged)
+async def test_adapters_are_merged_into_the_model_of_the_run(folder: Path, new: Path, tmp_path: Path) -> None:
+    merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, folder).tensors()), adapters()))
+    whole = WeightFolders(tmp_path / "merged", like=folder).write(merged)
 
-    with serving(folders["other"]) as url:
-        async with opened(url, base) as engine:
+    with serving(new) as url:
+        async with opened(url, folder) as engine:
             before = await collect(engine, request("before"))
             await engine.load(1, on_disk(tmp_path / "v1", AdapterSource(1, adapters())))
             ours = await collect(engine, request("ours"))
@@ -63,6 +34,8 @@ async def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, 
             theirs = await collect(engine, request("theirs"))
             assert tokens(ours) == tokens(theirs) != tokens(before)
             assert [p for c in ours for p in c.logprobs] == [p for c in theirs for p in c.logprobs]
+            with pytest.raises(EngineError, match=r"an adapter of .*q_proj\.weight"):
+                await engine.load(3, on_disk(tmp_path / "v3", AdapterSource(3, {Q_PROJ: low_rank(64, 31)})))
             (tmp_path / "v1" / "adapter_model.safetensors").write_bytes(b"damaged")
             with pytest.raises(EngineError, match=r"version 3: .*the adapters in .*v1 cannot be read"):
                 await engine.load(3, AdapterSource(3, adapters(), folder=tmp_path / "v1"))

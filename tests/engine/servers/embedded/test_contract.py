@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,7 @@ import pytest
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import EngineContract, FullEngine
-from tests.engine.servers.embedded.kit import model, opened, serving
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "initial": model(root / "initial"),
-        "fitting": model(root / "fitting", seed=1),
-        "misfit": model(root / "misfit", hidden_size=64),
-    }
-
-
-@pytest.fixture(scope="module")
-def url(folders: dict[str, Path]) -> Iterator[str]:
-    with serving(folders["initial"]) as url:
-        yield url
+from tests.engine.servers.embedded.kit import model, opened
 
 
 class EmbeddedServer(EngineContract):
@@ -38,19 +22,19 @@ class EmbeddedServer(EngineContract):
     gives_kept = True
 
     @pytest.fixture(autouse=True)
-    def _server(self, url: str, folders: dict[str, Path]) -> None:
-        self.url, self.folders = url, folders
+    def _server(self, url: str, folder: Path, new: Path, tmp_path: Path) -> None:
+        self.url, self.folder, self.new, self.tmp_path = url, folder, new, tmp_path
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
-        async with opened(self.url, self.folders["initial"], **self.settings) as engine:
+        async with opened(self.url, self.folder, **self.settings) as engine:
             yield engine
 
     def new_weights(self, version: int) -> WeightSource:
-        return FolderWeights(version, self.folders["fitting"])
+        return FolderWeights(version, self.new)
 
     def bad_weights(self) -> WeightSource:
-        return FolderWeights(1, self.folders["misfit"])
+        return FolderWeights(1, model(self.tmp_path, hidden_size=64))
 
 
 class TestServerThatRecomputesKeepsTheContract(EmbeddedServer):

@@ -47,18 +47,6 @@ CALL = {
 ENDLESS = {**CALL, "request_id": "endless", "params": {"max_new_tokens": 20_000}}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return model(root / "first"), model(root / "second", seed=1)
-
-
-@pytest.fixture(scope="module")
-def url(folders: tuple[Path, Path]) -> Iterator[str]:
-    with serving(folders[0]) as url:
-        yield url
-
-
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False) as client:
@@ -77,11 +65,8 @@ def until(done: Any) -> None:
         time.sleep(0.01)
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------
-
-
-def test_a_key_is_asked_of_every_request_and_never_repeated(tmp_path: Path) -> None:
-    with serving(model(tmp_path / "model"), key="s3cret") as url, httpx.Client(base_url=url, trust_env=False) as http:
+def test_a_key_is_asked_of_every_request_and_never_repeated(folder: Path) -> None:
+    with serving(folder, key="s3cret") as url, httpx.Client(base_url=url, trust_env=False) as http:
         for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
             for answer in (http.get("/info", headers=headers), http.post("/pause", json={}, headers=headers)):
                 assert answer.status_code == 401
@@ -140,9 +125,6 @@ def test_a_client_that_leaves_within_its_request_leaves_no_traceback() -> None:
     assert sent[0]["status"] == 499
 
 
-# -- calls -------------------------------------------------------------------------------------------------------
-
-
 def test_a_call_streams_what_transformers_computes(http: httpx.Client) -> None:
     pieces = events(http, CALL)
     ids = tuple(i for piece in pieces for i in piece["token_ids"])
@@ -166,10 +148,10 @@ def test_a_client_that_goes_away_ends_its_call(http: httpx.Client) -> None:
     until(lambda: http.get("/info").json()["num_calls"] == 0)
 
 
-def test_the_end_of_the_server_ends_its_calls_as_aborted(tmp_path: Path) -> None:
+def test_the_end_of_the_server_ends_its_calls_as_aborted(folder: Path) -> None:
     pieces: list[bytes] = []
     with httpx.Client(timeout=DEADLINE_S, trust_env=False) as http:
-        with serving(model(tmp_path / "model")) as url:
+        with serving(folder) as url:
             stream = http.stream("POST", f"{url}/generate", json=ENDLESS)
             answer = stream.__enter__()
             received = answer.iter_raw()
@@ -177,9 +159,6 @@ def test_the_end_of_the_server_ends_its_calls_as_aborted(tmp_path: Path) -> None
         pieces += received
         stream.__exit__(None, None, None)
     assert json.loads(b"".join(pieces).decode().strip().splitlines()[-1][6:])["finish_reason"] == "abort"
-
-
-# -- weights -----------------------------------------------------------------------------------------------------
 
 
 async def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
@@ -196,10 +175,9 @@ async def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
 
 
 def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
-    url: str, folders: tuple[Path, Path], http: httpx.Client
+    folder: Path, new: Path, http: httpx.Client
 ) -> None:
-    first, second = folders
-    assert http.post("/load_weights", json=loading(first, "ours")).status_code == 200
+    assert http.post("/load_weights", json=loading(folder, "ours")).status_code == 200
     http.post("/pause", json={})
     assert http.post("/group/begin", json={}).status_code == 200
     assert http.get("/info").json()["label"].startswith("partial-")
@@ -209,32 +187,31 @@ def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
     http.post("/resume", json={})
     assert http.get("/info").json()["label"].startswith("partial-")
     assert {e["label"][:8] for e in events(http, {**CALL, "request_id": "in-part"})} == {"partial-"}
-    assert http.post("/load_weights", json=loading(second, "whole")).status_code == 200
+    assert http.post("/load_weights", json=loading(new, "whole")).status_code == 200
     assert {e["label"] for e in events(http, {**CALL, "request_id": "whole"})} == {"whole"}
 
 
 async def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
-    url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    url: str, folder: Path, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server waits for a bucket that never comes, until it is told to leave."""
-    first, second = folders
 
     def vanish(self: TorchGroup, tensor: torch.Tensor) -> None:
         raise RuntimeError("gone")
 
-    async with opened(url, first, weight_transfer="gloo") as engine:
+    async with opened(url, folder, weight_transfer="gloo") as engine:
         monkeypatch.setattr(TorchGroup, "broadcast", vanish)
         await engine.pause()
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*gone"):
-            await engine.load(1, FolderWeights(1, second))
+            await engine.load(1, FolderWeights(1, new))
         monkeypatch.undo()
-        await engine.load(2, FolderWeights(2, second))
+        await engine.load(2, FolderWeights(2, new))
         await engine.resume()
         assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
 
 
 async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer was killed while it joined; the sender has begun another group meanwhile."""
     all_have_joined = threading.Event()
@@ -254,7 +231,7 @@ async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
     where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "backend": "gloo"}
     address = GroupAddress(**where, group_name="run/7")  # type: ignore[arg-type]
     engine: Any = SimpleNamespace(device=torch.device("cpu"))
-    server = served.ServedEngine(engine, folders[0], label="initial")
+    server = served.ServedEngine(engine, folder, label="initial")
     first = asyncio.create_task(server.join(address))
     while not made:
         await asyncio.sleep(0.01)
@@ -267,14 +244,14 @@ async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
     assert made[1].is_closed
 
 
-async def test_weights_that_may_still_come_have_no_known_label(folders: tuple[Path, Path]) -> None:
+async def test_weights_that_may_still_come_have_no_known_label(folder: Path, new: Path) -> None:
     async def late(version: int, source: Any, *, keeps_kv: bool) -> None:
         raise EngineTimeout("the embedded engine did not get to 'load'")
 
     engine: Any = SimpleNamespace(load=late)
-    server = served.ServedEngine(engine, folders[0], label="old")
+    server = served.ServedEngine(engine, folder, label="old")
     with pytest.raises(EngineTimeout):
-        await server.load(LoadBody(**loading(folders[1], "new")))
+        await server.load(LoadBody(**loading(new, "new")))
     assert server._labels[server._version].startswith("partial-") and server._is_partial
 
 
@@ -282,13 +259,13 @@ def loading(folder: Path, label: str) -> dict[str, Any]:
     return {"folder": str(folder), "label": label, "keeps_kv": False}
 
 
-async def test_a_server_belongs_to_one_run(url: str, folders: tuple[Path, Path], http: httpx.Client) -> None:
-    async with opened(url, folders[0]):
+async def test_a_server_belongs_to_one_run(url: str, folder: Path, http: httpx.Client) -> None:
+    async with opened(url, folder):
         assert http.get("/info").json()["label"] == f"rollover:{RUN}:0"
         with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
-            async with opened(url, folders[0], run="another"):
+            async with opened(url, folder, run="another"):
                 pass
-    async with opened(url, folders[0], run="another"):
+    async with opened(url, folder, run="another"):
         assert http.get("/info").json()["label"] == "rollover:another:0"
 
 
@@ -296,9 +273,6 @@ async def test_another_model_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"a vocabulary of 64, and .*other has one of 80: it is another model"):
         async with opened(url, model(tmp_path / "other", vocab_size=80)):
             pass
-
-
-# -- starting ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
@@ -313,22 +287,8 @@ def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
     assert with_program(own) is own
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"urls": ("http://h",), "kv_cache_bytes": 1}, "kv_cache_bytes has no effect without launch = true"),
-        ({"urls": ("http://h",), "dtype": "float32"}, "dtype has no effect without launch = true"),
-        ({"urls": ("http://h",), "transfer_host": "h"}, "transfer_host has no effect with weight_transfer = 'folder'"),
-        ({}, "neither"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EmbeddedServerConfig(**settings)
-
-
 def test_mistakes_on_the_command_line_are_one_message(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -336,13 +296,13 @@ def test_mistakes_on_the_command_line_are_one_message(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments, message in (
-            ([str(folders[0]), "--port", port], f":{port}': Address already in use"),
+            ([str(folder), "--port", port], f":{port}': Address already in use"),
             (["empty", "--port", "0"], "empty"),
-            ([str(folders[0]), "--port", "0", "--max_runing", "3"], "did you mean '--max_running'?"),
-            ([str(folders[0]), "--port", "0", "--kv_on_update", "keep"], "no option '--kv_on_update'"),
-            ([str(folders[0]), "--port", "0", "--kv_cache_bytes", "9"], "engine.kv_cache_bytes = 9 holds"),
-            ([str(folders[0]), "--port", "0", "--api-key-env", "NO_KEY"], "NO_KEY must hold the API key"),
-            ([str(folders[0]), "--port", "0", "--host", "192.0.2.1"], "192.0.2.1"),
+            ([str(folder), "--port", "0", "--max_runing", "3"], "did you mean '--max_running'?"),
+            ([str(folder), "--port", "0", "--kv_on_update", "keep"], "no option '--kv_on_update'"),
+            ([str(folder), "--port", "0", "--kv_cache_bytes", "9"], "engine.kv_cache_bytes = 9 holds"),
+            ([str(folder), "--port", "0", "--api-key-env", "NO_KEY"], "NO_KEY must hold the API key"),
+            ([str(folder), "--port", "0", "--host", "192.0.2.1"], "192.0.2.1"),
         ):
             assert cli.main(["serve", *arguments]) == 2, arguments
             said = capsys.readouterr()

@@ -12,17 +12,13 @@ from rollover.errors import EngineError
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import DEADLINE_S, collect, request, tokens
-from tests.engine.servers.embedded.kit import ENGINE, RUN, make_engine, model, opened, serving
+from tests.engine.servers.embedded.kit import ENGINE, RUN, opened, serving
+
+pytestmark = pytest.mark.real_time
 
 SMALL = replace(ENGINE, kv_cache_bytes=2**21, max_context_tokens=1024)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.real_time
 @pytest.mark.parametrize("transfer", ["folder", "gloo"])
 async def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path, transfer: str) -> None:
     with serving(folder, SMALL) as url:
@@ -39,23 +35,6 @@ async def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder
             assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:1"
 
 
-@pytest.mark.real_time
-async def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
-    with serving(folder, SMALL) as url:
-        killed = make_engine(url, folder, colocated=True)
-        await killed.open()
-        await killed.sleep()
-        await killed._tasks.cancel()
-        await killed._client.close()  # as a process that ends: nothing is given back
-        other = make_engine(url, folder, run="other")
-        with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
-            await other.open()
-        await other.close()
-        async with opened(url, folder) as engine:
-            assert len(tokens(await collect(engine, request("a")))) == 12
-
-
-@pytest.mark.real_time
 async def test_foreign_calls_keep_it_awake_and_the_run_is_told(folder: Path) -> None:
     with serving(folder, SMALL) as url:
         async with opened(url, folder, colocated=True) as engine, opened(url, folder) as other:

@@ -39,9 +39,6 @@ def answered(*replies: Answer) -> tuple[list[Completion], float]:
     return streamed(server, first_s=1e3, between_s=1e3)
 
 
-# -- redirects ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 304])
 def test_a_redirect_is_no_success_and_is_not_followed(status: int) -> None:
     reply = Answer(status, headers={"location": "https://user:word@elsewhere/login?token=abc"})
@@ -53,8 +50,6 @@ def test_a_redirect_is_no_success_and_is_not_followed(status: int) -> None:
     with pytest.raises(EngineError, match="a redirect to nowhere"):
         asked(Answer(status))
 
-
-# -- types --------------------------------------------------------------------------------------------------
 
 DEEP = b'{"is_paused":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -159,9 +154,6 @@ async def test_no_lie_in_a_stream_is_anything_but_an_error_of_the_engine(kind: M
                     assert len(str(e)) < 1500
 
 
-# -- size ---------------------------------------------------------------------------------------------------
-
-
 async def endless(piece: bytes, sent: list[int]) -> AsyncIterator[bytes]:
     while True:
         sent[0] += len(piece)
@@ -196,17 +188,6 @@ def test_what_is_compressed_though_nobody_asked_is_not_unpacked() -> None:
             ask(reply)
     with pytest.raises(EngineError, match="with 500: no reason given"):
         asked(Answer(500, bomb, headers={"content-encoding": "gzip"}))
-
-
-def test_a_busy_server_that_wants_no_pause_is_not_asked_without_one() -> None:
-    server = ScriptedVLLM()
-    replies = [Answer(503, headers={"retry-after": value}) for value in ("0", "1e-9", "nan", "-5", "x" * 9)] * 2
-    server.answer_once("/v1/completions", *replies)
-    _, elapsed_s = streamed(server, first_s=1e3, between_s=1e3)
-    assert sum(path == "/v1/completions" for _, path, _, _ in server.log) == 11 and elapsed_s >= 1.0
-
-
-# -- secrets ------------------------------------------------------------------------------------------------
 
 
 def echo(headers: dict[str, str]) -> str:

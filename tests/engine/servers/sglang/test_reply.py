@@ -44,34 +44,10 @@ def tokens_of(deltas: list[Any]) -> list[tuple[tuple[int, ...], int | None]]:
     return [(d.token_ids, None if d.label is None else int(d.label)) for d in deltas]
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_each_token_is_taken_once(incremental: bool) -> None:
-    stream = reply(incremental=incremental)
-    first = stream.read(event(2, IDS[:2]), certain=True)
-    rest = stream.read(event(5, IDS[2:5] if incremental else IDS[:5]), certain=True)
-    assert tokens_of(first + rest) == [(IDS[:2], 3), (IDS[2:5], 3)]
-    assert [d.logprobs for d in rest] == [(-12.0, -13.0, -14.0)]
-
-
 def test_lists_that_grew_after_the_count_are_cut_at_the_count() -> None:
     stream = reply()
     assert tokens_of(stream.read(event(2, IDS), certain=True)) == [(IDS[:2], 3)]
     assert tokens_of(stream.read(event(3, IDS), certain=True)) == [(IDS[2:3], 3)]
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-def test_an_abort_in_the_queue_that_repeats_the_last_token_adds_none(incremental: bool) -> None:
-    stream = reply(incremental=incremental)
-    stream.read(event(3, IDS[:3]), certain=True)
-    end = event(
-        3,
-        IDS[2:3] if incremental else IDS[:3],
-        {"type": "abort", "message": "Abort in waiting queue"},
-        weight_versions=spans(("3", 0, 3)),
-        output_token_logprobs=[[-float(t), t, None] for t in IDS[:3]],
-    )
-    (delta,) = stream.read(end, certain=True)
-    assert (delta.token_ids, delta.finish_reason) == ((), FinishReason.ABORT)
 
 
 def test_an_abort_before_prefill_has_no_tokens_whatever_it_says() -> None:
@@ -84,17 +60,6 @@ def test_an_abort_before_prefill_has_no_tokens_whatever_it_says() -> None:
     )
     (delta,) = reply().read(end, certain=True)
     assert (delta.token_ids, delta.logprobs, delta.finish_reason) == ((), (), FinishReason.ABORT)
-
-
-def test_tokens_of_an_uncertain_version_wait_for_the_servers_word() -> None:
-    stream = reply(stop_token_ids=(15,))
-    assert tokens_of(stream.read(event(2, IDS[:2]), certain=True)) == [(IDS[:2], 3)]
-    assert stream.read(event(4, IDS[:4], weight_version="4"), certain=False) == []
-    assert stream.num_tokens == 4
-    end = event(6, IDS, {"type": "stop", "matched": 15}, weight_versions=spans(("3", 0, 3), ("4", 3, 5), ("5", 5, 6)))
-    deltas = stream.read(end, certain=False)
-    assert tokens_of(deltas) == [(IDS[2:3], 3), (IDS[3:5], 4), (IDS[5:], 5)]
-    assert [d.finish_reason for d in deltas] == [None, None, FinishReason.STOP]
 
 
 def test_a_call_that_only_began_under_the_next_version_has_that_one() -> None:

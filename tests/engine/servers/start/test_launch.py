@@ -24,7 +24,7 @@ pytestmark = pytest.mark.real_time
 DEADLINE_S = within(60.0)
 
 
-def server(folder: Path, code: str, **limits: float) -> ServerProcess:
+def server(folder: Path, code: str, *, program: str = sys.executable, **limits: float) -> ServerProcess:
     """A "server" that is ready when it has written the file ``ready``."""
 
     async def ready() -> None:
@@ -33,7 +33,7 @@ def server(folder: Path, code: str, **limits: float) -> ServerProcess:
 
     settings = {"launch_timeout_s": 30.0, "stop_timeout_s": 5.0} | limits
     return ServerProcess(
-        [sys.executable, "-c", f"import pathlib, os, sys, time, signal\n{textwrap.dedent(code)}", str(folder)],
+        [program, "-c", f"import pathlib, os, sys, time, signal\n{textwrap.dedent(code)}", str(folder)],
         env={"GIVEN": "yes"},
         log=folder / "logs" / "server.log",
         ready=ready,
@@ -98,19 +98,8 @@ def test_a_server_that_exits_is_told_about_with_the_end_of_its_log(tmp_path: Pat
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    process = ServerProcess(
-        ["/no/such/python"],
-        env={},
-        log=tmp_path / "log",
-        ready=lambda: _never(),
-        config=ServerConfig(launch=True, launch_timeout_s=within(10.0), stop_timeout_s=1.0),
-    )
     with pytest.raises(EngineError, match="'/no/such/python' cannot be started: No such file"):
-        asyncio.run(process.start())
-
-
-async def _never() -> None:
-    raise EngineError("not yet")
+        asyncio.run(server(tmp_path, "", program="/no/such/python").start())
 
 
 def test_a_server_that_never_answers_is_stopped_after_the_deadline(tmp_path: Path) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollover.engine.servers.engine import ServerEngine
-from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
-from rollover.engine.servers.vllm.dialect import VLLMDialect
-from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, update
 from tests.engine.servers.pool.kit import new_pool
 from tests.engine.servers.scripted_server import ScriptedTransport, ScriptedVLLM
-from tests.engine.servers.vllm.kit import model_folder, settings
+from tests.engine.servers.vllm.kit import engine_over, settings
 
 
 class Movable:
@@ -36,24 +32,15 @@ class Movable:
         self._servers.clear()
 
 
-async def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_path: Path) -> None:
-    first, second = model_folder(tmp_path / "v0"), model_folder(tmp_path / "v1")
+async def test_a_server_that_moves_gets_current_weights_under_its_old_name(folder: Path, new: Path) -> None:
     transport = ScriptedTransport({"here": ScriptedVLLM()})
-    config = settings("http://here")
-    client = HTTPClient("http://here", config, name="engine-0", transport=transport)
-    model = ModelFolder.read(first)
-    engine = ServerEngine(
-        client,
-        config,
-        model,
-        VLLMDialect(client, config, model, WeightTerms()),
-        ownership=Ownership("r"),
-        process=Movable(client, transport),
-    )
+    client = HTTPClient("http://here", config := settings("http://here"), name="engine-0", transport=transport)
+    engine = engine_over(client, config, folder, Ownership("r"))
+    engine._process = Movable(client, transport)
     await engine.open()
-    pool = new_pool([engine], FolderWeights(0, first))
+    pool = new_pool([engine], FolderWeights(0, folder))
     await pool.open()
-    await update(pool, FolderWeights(3, second))
+    await update(pool, FolderWeights(3, new))
     assert (await collect(pool, request("a")))[-1].engine == "engine-0"
     del transport.servers["here"]
     async with asyncio.timeout(60.0):

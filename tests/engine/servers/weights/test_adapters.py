@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from rollover.engine.servers.vllm.open import adapter_arguments
-from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import ConfigError, EngineError
 from rollover.types import AdapterShape
 from rollover.weights.adapters import AdapterSource, LowRank
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens, update
-from tests.engine.servers.kit import RUN
+from tests.engine.servers.kit import bodies
 from tests.engine.servers.scripted_server import VOCAB, Answer, ScriptedServer, token_at
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
-from tests.engine.servers.vllm.kit import label, model_folder
+from tests.engine.servers.vllm.kit import label
 
 SHAPE = AdapterShape(rank=2, targets=("lm_head",))
 
@@ -33,15 +32,15 @@ def given(folder: Path, version: int, *, hidden: int = 4, base_version: int = 0)
     return source
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "base")
-
-
 def lora_server(kind: ModuleType) -> ScriptedServer:
     server: ScriptedServer = kind.Server()
     server.adapters = {}
     return server
+
+
+def adapted(kind: ModuleType, folder: Path) -> Any:
+    """An engine that gives its server adapters alone, and the server; opened with ``async with``."""
+    return kind.serving(folder, lora_server(kind), adapters=SHAPE)
 
 
 def posts(server: ScriptedServer) -> list[str]:
@@ -49,36 +48,30 @@ def posts(server: ScriptedServer) -> list[str]:
 
 
 async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kind)
-    async with kind.opened(server, base, adapters=SHAPE) as engine:
+    async with adapted(kind, folder) as (engine, server):
         assert not engine.capabilities.in_flight_update
-        before = len(server.log)
         names = []
         for version in (1, 2):
-            folder = tmp_path / f"v{version}"
-            await update(engine, given(folder, version))
+            beside = tmp_path / f"adapter{version}"
+            await update(engine, given(beside, version))
             assert server.version == label(version)
-            assert server.adapters is not None and list(server.adapters.values()) == [str(folder)]
+            assert list(server.adapters.values()) == [str(beside)]
             names += server.adapters
-            req = request(f"after-{version}", temperature=1.0)
-            chunks = await collect(engine, req)
+            chunks = await collect(engine, request(f"after-{version}"))
             assert {chunk.policy_version for chunk in chunks} == {version}
-            seeds = [body for _, path, _, body in server.log if path == server.generate_path and body.get("stream")]
-            seed = seeds[-1].get("seed") or seeds[-1]["sampling_params"]["sampling_seed"]
-            weights = f"{base}+{folder}"
-            assert tokens(chunks) == tuple(token_at(seed, i, weights) for i in range(12))
+            last = bodies(server, server.generate_path)[-1]
+            seed = last.get("seed") or last["sampling_params"]["sampling_seed"]
+            assert tokens(chunks) == tuple(token_at(seed, i, f"{folder}+{beside}") for i in range(12))
         assert len({*names}) == 2 and all(name.startswith("rollover:ours:") for name in names)
-        assert "/collective_rpc" not in posts(server)[before:]
-        assert "/update_weights_from_disk" not in [path for _, path, _, _ in server.log[before:]]
+        assert server.load_path not in posts(server)
 
 
 async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kind)
-    async with kind.opened(server, base, adapters=SHAPE) as engine:
+    async with adapted(kind, folder) as (engine, server):
         await update(engine, source := given(tmp_path / "v3", 3))
         server.restart()
         with pytest.raises(EngineError, match="says it serves weights 'default'"):
@@ -86,31 +79,26 @@ async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
         server.log.clear()
         await update(engine, source)
         await engine.probe(decode=True)
-        loads = [p for p in posts(server) if p.startswith(("/collective", "/update_weights_from", "/v1/load", "/load"))]
-        assert [path.rpartition("/")[2] for path in loads] == [
-            "collective_rpc" if kind is vllm_kit else "update_weights_from_disk",
-            "load_lora_adapter",
-        ]
-        assert server.weights == str(base)
+        loads = [path for path in posts(server) if path == server.load_path or path.endswith("/load_lora_adapter")]
+        assert loads == [server.load_path, loads[-1]] and loads[-1] != server.load_path
+        assert server.weights == str(folder)
         assert server.version == label(3)
 
 
 async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
     server = lora_server(kind)
     server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
-    async with kind.opened(server, base, adapters=SHAPE, ownership=Ownership(RUN)) as engine:
+    async with kind.opened(server, folder, adapters=SHAPE) as engine:
         await update(engine, given(tmp_path / "v7", 7))
-        assert server.adapters is not None
         assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
 
 
 async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kind)
-    async with kind.opened(server, base, adapters=SHAPE) as engine:
+    async with adapted(kind, folder) as (engine, _):
         await update(engine, given(tmp_path / "v1", 1))
         stream = engine.generate(request("long", max_new_tokens=200))
         first = await anext(stream)
@@ -121,14 +109,18 @@ async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
 
 
 async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kind)
-    async with kind.opened(server, base, adapters=SHAPE) as engine:
+    async with adapted(kind, folder) as (engine, server):
         await update(engine, given(tmp_path / "v1", 1))
-        name = "/v1/load_lora_adapter" if kind is vllm_kit else "/load_lora_adapter"
+        with pytest.raises(EngineError, match=r"an adapter of .*lm_head\.weight"):
+            await update(engine, given(tmp_path / "misfit", 2, hidden=8))
         said = "LoRA rank 16 is greater than max_lora_rank 8"
-        server.answer_once(name, refusal(kind, said))
+        if kind is vllm_kit:
+            server.answer_once("/v1/load_lora_adapter", Answer(500, {"error": {"message": said}}))
+        else:
+            body = {"success": False, "error_message": said, "loaded_adapters": None}
+            server.answer_once("/load_lora_adapter", Answer(200, body))
         with pytest.raises(EngineError, match=f"version 2: .*{said}.*--enable-lora --max-lora-rank"):
             await update(engine, given(tmp_path / "v2", 2))
         assert server.version == label(1)
@@ -136,17 +128,10 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
         assert {chunk.policy_version for chunk in chunks} == {1}
 
 
-def refusal(kind: ModuleType, said: str) -> Any:
-    """Return the answer of a server that cannot load an adapter."""
-    if kind is vllm_kit:
-        return Answer(500, {"error": {"message": said}})
-    return Answer(200, {"success": False, "error_message": said, "loaded_adapters": None})
-
-
-async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kind: ModuleType, base: Path) -> None:
+async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kind: ModuleType, folder: Path) -> None:
     async def refused(server: ScriptedServer, shape: AdapterShape) -> str:
         with pytest.raises(EngineError) as caught:
-            async with kind.opened(server, base, adapters=shape):
+            async with kind.opened(server, folder, adapters=shape):
                 pass
         return str(caught.value)
 
@@ -158,32 +143,32 @@ async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(ki
     assert f"--max-lora-rank {16 if kind is vllm_kit else 12}" in said
 
 
-async def test_an_sglang_server_that_adapts_other_matrices_is_refused(base: Path) -> None:
+async def test_an_sglang_server_that_adapts_other_matrices_is_refused(folder: Path) -> None:
     with pytest.raises(EngineError, match=r"beside lm_head, but .* beside q_proj; .*--lora-target-modules q_proj"):
-        async with sglang_kit.opened(lora_server(sglang_kit), base, adapters=AdapterShape(rank=2, targets=("q_proj",))):
+        async with sglang_kit.opened(
+            lora_server(sglang_kit), folder, adapters=AdapterShape(rank=2, targets=("q_proj",))
+        ):
             pass
 
 
-async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base: Path, tmp_path: Path) -> None:
+async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(folder: Path, tmp_path: Path) -> None:
     """It was started with --enable-lora, but without the endpoints."""
-
-    server = lora_server(vllm_kit)
-    async with vllm_kit.opened(server, base, adapters=SHAPE) as engine:
+    async with adapted(vllm_kit, folder) as (engine, server):
         server.answer_once("/v1/load_lora_adapter", Answer(404, {"detail": "Not Found"}))
         with pytest.raises(EngineError, match=r"404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
             await update(engine, given(tmp_path / "v1", 1))
 
 
 async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
-    kind: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
-    async with kind.opened(lora_server(kind), base) as engine:
+    async with kind.opened(lora_server(kind), folder) as engine:
         with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
             await update(engine, given(tmp_path / "v1", 1))
-    async with kind.opened(lora_server(kind), base, adapters=SHAPE) as engine:
+    async with adapted(kind, folder) as (engine, _):
         with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
             await update(engine, given(tmp_path / "v2", 2, base_version=1))
-        await update(engine, FolderWeights(2, base))
+        await update(engine, FolderWeights(2, folder))
         assert (await collect(engine, request("full")))[-1].policy_version == 2
 
 

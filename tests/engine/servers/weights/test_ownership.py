@@ -6,8 +6,6 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,32 +14,17 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
-from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.engine.servers.weights.ownership import Ownership, how_to_free
 from rollover.errors import EngineError
 from tests.engine.contract import LONG, collect, request, tokens
-from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
+from tests.engine.servers.scripted_server import ScriptedVLLM, serve
 from tests.engine.servers.vllm.kit import label, settings
 from tests.speed import within
 
 
-@asynccontextmanager
-async def engine_of(
-    kind: ModuleType, server: ScriptedServer, folder: Path, ownership: Ownership
-) -> AsyncIterator[ServerEngine]:
-    engine = kind.make_engine(server, folder, ownership=ownership)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 def name(server: Any, weights: str) -> None:
     server.version = server.scheduler_version = weights
-
-
-# -- labels -------------------------------------------------------------------------------------------------
 
 
 def test_a_label_names_the_owner_of_weights_and_whether_it_left() -> None:
@@ -54,9 +37,6 @@ def test_a_label_names_the_owner_of_weights_and_whether_it_left() -> None:
     free = ("default", "", "7", "rollover:ours:7", "rollover:theirs:7:free", "rollover:before:3", "rollover:x")
     assert [ownership.owner(x) for x in free] == [None] * len(free)
     assert ownership.owner("rollover:theirs:7") == "theirs"
-
-
-# -- the lock of a machine ----------------------------------------------------------------------------------
 
 
 def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path: Path) -> None:
@@ -99,29 +79,24 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-# -- servers ------------------------------------------------------------------------------------------------
-
-
 async def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
     server = kind.Server()
     name(server, "rollover:theirs:4")
     server.paused, server.weights = True, "theirs"
-    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
-        with pytest.raises(EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"):
-            await engine.open()
+    with pytest.raises(EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"):
+        async with kind.opened(server, folder):
+            pass
     assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
     assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
     await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
-    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
-        await engine.open()
+    async with kind.opened(server, folder):
         assert (server.paused, server.version) == (False, "rollover:ours:0")
 
 
 async def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
     server = kind.Server()
     for owner in ("first", "second"):
-        async with engine_of(kind, server, folder, Ownership(owner)) as engine:
-            await engine.open()
+        async with kind.opened(server, folder, ownership=Ownership(owner)):
             assert server.version == f"rollover:{owner}:0"
         assert server.version == f"rollover:{owner}:0:free"
 
@@ -132,15 +107,12 @@ async def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(
 ) -> None:
     server = kind.Server()
     name(server, left)
-    async with engine_of(kind, server, folder, Ownership("ours", predecessor="dead")) as engine:
-        await engine.open()
+    async with kind.opened(server, folder, ownership=Ownership("ours", predecessor="dead")):
         assert server.version == label(0)
 
 
-async def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
-    server = kind.Server()
-    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
-        await engine.open()
+async def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path) -> None:
+    async with kind.serving(folder) as (engine, server):
         name(server, "rollover:theirs:0")  # the same version number
         server.weights = "theirs"
         with pytest.raises(EngineError, match=r"serves weights 'rollover:theirs:0', .*run theirs uses it"):

@@ -166,7 +166,8 @@ def streamed(
         pytest.param(429, ["30"], 30.0, 31.0, id="when it says"),
         pytest.param(503, ["30"], 30.0, 31.0, id="when it says, unavailable"),
         pytest.param(503, ["soon"] * 3, 0.25 + 0.5 + 1.0, 2.0, id="after a growing time"),
-        pytest.param(503, ["0", "1e-9", "nan", "-5", "x" * 9] * 2, 1.0, 1e3, id="never without a pause"),
+        pytest.param(503, ["1e-9"] * 4, 4 * 0.25, 1.1, id="never at once"),
+        pytest.param(503, ["0", "1e-9", "nan", "-5", "x" * 9] * 2, 1.0, 1e3, id="whatever it says"),
     ],
 )
 def test_a_busy_server_is_asked_again_after_a_pause(

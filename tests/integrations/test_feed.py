@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollover.batch import Batch, WasteCause
-from rollover.engine.base import GenerateRequest
 from rollover.errors import EngineError, EngineTimeout, RunError
 from rollover.integrations import feed as feed_module
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
@@ -22,49 +22,47 @@ from rollover.rollout.events import BatchConsumed, BatchTrained, CheckpointSaved
 from rollover.rollout.journal import read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.strategies import AprilConfig, BoundedAsyncConfig
-from rollover.rollout.strategies.config import StrategyConfig
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import Prompts, lognormal
 from tests.speed import within
 from tests.weights.kit import FakeWeights
 
 SEED = 5
+ROLLOUT = RolloutConfig(
+    rollout_batch_size=3,
+    group_size=2,
+    max_new_tokens=40,
+    strategy=AprilConfig(over_sampling_batch_size=6),
+    stall_timeout_s=60.0,
+)
+
+
+def parts(engine: FakeEngine) -> FeedParts:
+    return FeedParts(engine=engine, source=Prompts(), scorer=ScoredByHost())
 
 
 class Host:
-    """A trainer of somebody else's: it publishes, asks for a batch and counts."""
+    """A trainer of somebody else's: it publishes, asks for a batch and counts. ``changes`` are of ``ROLLOUT``."""
 
     def __init__(
         self,
         folder: Path,
         *,
-        strategy: StrategyConfig | None = None,
         step: int = 0,
-        length: Callable[[GenerateRequest], int] | None = None,
         deadlines: Deadlines | None = None,
-        stall_timeout_s: float = 60.0,
-        max_staleness: int | None = None,
         engine: FakeEngine | None = None,
+        **changes: Any,
     ) -> None:
-        self.engine = engine or FakeEngine(length or lognormal(8, 1.0, cap=40), auto=True, max_running=64)
+        self.engine = engine or FakeEngine(lognormal(8, 1.0, cap=40), auto=True, max_running=64)
         self.journal = folder / "journal.sqlite"
         self.closed = threading.Event()
-        rollout = RolloutConfig(
-            rollout_batch_size=3,
-            group_size=2,
-            max_new_tokens=40,
-            max_staleness=max_staleness,
-            strategy=strategy or AprilConfig(over_sampling_batch_size=6),
-            stall_timeout_s=stall_timeout_s,
-        )
-        self.feed = Feed(
-            self._open, rollout, journal=self.journal, step=step, seed=SEED, deadlines=deadlines or Deadlines()
-        )
+        rollout = replace(ROLLOUT, **changes)
+        self.feed = Feed(self._open, rollout, journal=self.journal, step=step, seed=SEED, deadlines=deadlines)
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[FeedParts]:
         try:
-            yield FeedParts(engine=self.engine, source=Prompts(), scorer=ScoredByHost())
+            yield parts(self.engine)
         finally:
             await self.engine.close()
             self.closed.set()
@@ -218,13 +216,13 @@ def test_what_was_not_trained_is_entered_once(hosts: Any) -> None:
 
 
 def test_an_overlapping_strategy_decodes_while_the_host_trains(hosts: Any) -> None:
-    host = hosts(strategy=BoundedAsyncConfig(), max_staleness=4, length=lambda request: 40)
+    engine = FakeEngine(lambda request: 40, auto=True, max_running=64)
+    host = hosts(strategy=BoundedAsyncConfig(), max_staleness=4, engine=engine)
     host.publish(0)
-    batch = host.feed.batch(0)
-    _until(
-        lambda: host.engine.decoded_tokens >= 4 * batch.num_tokens,  # of this batch, and of three to come at least
-        "the engine stands still while the host trains",
-    )
+    batch, give_up_s = host.feed.batch(0), time.monotonic() + within(60)
+    while engine.decoded_tokens < 4 * batch.num_tokens:  # of this batch, and of three to come at least
+        assert time.monotonic() < give_up_s, "the engine stands still while the host trains"
+        time.sleep(0.005)
 
 
 # -- deadlines ----------------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ def test_a_parts_close_that_hangs_is_named(tmp_path: Path) -> None:
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[FeedParts]:
-        yield FeedParts(engine=FakeEngine(lambda request: 5), source=Prompts(), scorer=ScoredByHost())
+        yield parts(FakeEngine(lambda request: 5))
         while not let_go.is_set():
             await asyncio.sleep(0.01)
 
@@ -330,7 +328,7 @@ def test_a_closed_feed_says_so_and_closes_once(hosts: Any) -> None:
 def test_what_the_host_fails_with_comes_before_trouble_in_closing(tmp_path: Path) -> None:
     @asynccontextmanager
     async def opened() -> AsyncIterator[FeedParts]:
-        yield FeedParts(engine=FakeEngine(lambda request: 5), source=Prompts(), scorer=ScoredByHost())
+        yield parts(FakeEngine(lambda request: 5))
         raise EngineError("trouble in closing")
 
     with pytest.raises(ZeroDivisionError), Feed(opened, RolloutConfig(), journal=tmp_path / "a.sqlite") as feed:
@@ -360,10 +358,3 @@ def test_a_wait_that_is_interrupted_leaves_the_feed_usable(hosts: Any, monkeypat
     assert host.feed.batch(host.feed.next_version).num_tokens > 0
     host.feed.close()
     host.ledger()
-
-
-def _until(done: Callable[[], bool], otherwise: str) -> None:
-    deadline_s = time.monotonic() + within(60)
-    while not done():
-        assert time.monotonic() < deadline_s, otherwise
-        time.sleep(0.005)

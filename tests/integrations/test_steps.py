@@ -111,26 +111,18 @@ def test_the_time_of_an_evaluation_counts_where_samples_decode(clock: Clock, dec
     assert row["rollout/tokens_per_s"] == 1500.0 / 50.0
 
 
-def test_a_batch_that_is_handed_out_again_has_no_speed(clock: Clock) -> None:
-    feed, run = Feed(), Run()
-    feed.replayed = frozenset({4})
-    steps = AskedSteps(feed, run)  # type: ignore[arg-type]
-    for step in (4, 5):
-        a_step(steps, feed, clock, step)
-    steps.close()
-    (_, again), (_, first) = run.rows
-    assert {name for name in first if name not in again} == {name for name in first if name.startswith(SPEED)} > set()
-
-
-def test_a_batch_that_an_earlier_process_decoded_in_part_has_no_training_speed(clock: Clock) -> None:
+def test_batches_that_an_earlier_process_decoded_lack_speeds(clock: Clock) -> None:
+    """All of them if it was handed the batch, and that of training if it decoded a part."""
     feed, run = Feed(), Run()
     feed.seconds, feed.replayed = 7.0, frozenset({4})
     steps = AskedSteps(feed, run)  # type: ignore[arg-type]
     for step in (4, 5, 6):
         a_step(steps, feed, clock, step)
     steps.close()
-    speeds = [("perf/trained_tokens_per_s" in row, "rollout/tokens_per_s" in row) for _, row in run.rows]
-    assert speeds == [(False, False), (False, True), (True, True)]
+    _, whole = run.rows[-1]
+    speeds = {name for name in whole if name.startswith(SPEED)}
+    assert [whole.keys() - row.keys() for _, row in run.rows] == [speeds, {"perf/trained_tokens_per_s"}, set()]
+    assert "rollout/tokens_per_s" in speeds
 
 
 def test_only_steps_that_were_handed_out_have_a_line(clock: Clock) -> None:
@@ -161,15 +153,11 @@ def test_batches_are_trained_in_order_each_once(clock: Clock) -> None:
 def test_a_host_may_measure_its_batch_later_and_decode_while_it_trains(clock: Clock) -> None:
     feed, run = Feed(), Run()
     steps = AskedSteps(feed, run, knows_rewards=False, overlaps_training=True)  # type: ignore[arg-type]
-    steps.begin(0)
-    clock.now_s += 1.0
-    steps.published()
-    clock.now_s += 10.0
-    assert steps.handed_out(batch(0))["time/rollout_s"] == 10.0
+    assert a_step(steps, feed, clock, 0)["time/rollout_s"] == 10.0
     steps.measured({"reward/mean": 0.5}, {WasteCause.ZERO_ADVANTAGE: 5})
     steps.measured({"drift": 0.1})
     clock.now_s += 4.0
-    feed.decoded += 600.0
+    feed.decoded += 100.0
     steps.trained_before(1)
     steps.close()
     ((_, row),) = run.rows

@@ -9,9 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,30 +29,8 @@ FUNCTION = "rollover.integrations.miles.RolloutFn"
 SOURCE = "rollover.integrations.miles.DataSource"
 
 
-@dataclass
-class Sample:
+class Sample(recorded.AnySample):
     """miles's sample has no method that appends a response."""
-
-    group_index: int | None = None
-    index: int | None = None
-    prompt: Any = ""
-    tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
-    response: str = ""
-    response_length: int = 0
-    label: str | None = None
-    reward: Any = None
-    loss_mask: list[int] | None = None
-    weight_versions: list[str] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None
-    remove_sample: bool = False
-    Status = recorded.Sample.Status
-    status: recorded.Sample.Status = recorded.Sample.Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def get_reward_value(self, args: Any) -> Any:
-        return self.reward[args.reward_key] if args.reward_key else self.reward
 
     def validate(self) -> None:
         assert len(self.tokens) >= self.response_length
@@ -75,61 +50,38 @@ class DataSource(recorded.RolloutDataSource):
         ]
 
 
-@dataclass(frozen=True)
-class ConstructorInput:
-    args: Namespace
-    data_source: Any
+def training(rollout_id: int) -> Namespace:
+    """The input of a rollout."""
+    return Namespace(rollout_id=rollout_id, evaluation=False)
 
 
-@dataclass(frozen=True)
-class TrainInput:
-    rollout_id: int
-    evaluation = False
-
-
-@dataclass(frozen=True)
-class EvalInput:
-    rollout_id: int
-    hf_dir: str | None = None
-    evaluation = True
+def evaluating(rollout_id: int, hf_dir: str | None = None) -> Namespace:
+    return Namespace(rollout_id=rollout_id, hf_dir=hf_dir, evaluation=True)
 
 
 class InferenceRolloutFn:
     """miles's own, of which evaluations remain."""
 
-    def __init__(self, input: ConstructorInput) -> None:
+    def __init__(self, input: Namespace) -> None:
         self.input = input
 
-    async def __call__(self, input: EvalInput) -> str:
+    async def __call__(self, input: Namespace) -> str:
         assert input.evaluation
         return f"evaluation behind rollout {input.rollout_id}"
 
 
-@contextmanager
-def miles_over_servers() -> Iterator[Farm]:
-    with slime_over_servers() as servers:
-        before = dict(sys.modules)
-        for name in [name for name in before if name.partition(".")[0] == "slime"]:
-            module = sys.modules[f"miles{name.removeprefix('slime')}"] = ModuleType(name)
-            vars(module).update(vars(before[name]))
-        sys.modules["miles.utils.types"].Sample = Sample  # type: ignore[attr-defined]
-        sys.modules["miles.rollout.data_source"].RolloutDataSource = DataSource  # type: ignore[attr-defined]
-        for name in (
-            "miles.rollout.inference_rollout",
-            common := "miles.rollout.inference_rollout.inference_rollout_common",
-        ):
-            sys.modules[name] = ModuleType(name)
-        sys.modules[common].InferenceRolloutFn = InferenceRolloutFn  # type: ignore[attr-defined]
-        try:
-            yield servers
-        finally:
-            for name in [name for name in sys.modules if name.partition(".")[0] == "miles"]:
-                del sys.modules[name]
-
-
 @pytest.fixture
-def servers() -> Iterator[Farm]:
-    with miles_over_servers() as made:
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Farm]:
+    """The servers of a miles, whose modules are recorded slime's but for three."""
+    with slime_over_servers() as made:
+        modules = {name: vars(module) for name, module in sys.modules.items() if name.partition(".")[0] == "slime"}
+        modules["slime.utils.types"] = {"Sample": Sample}
+        modules["slime.rollout.data_source"] = {"RolloutDataSource": DataSource}
+        modules["slime.rollout.inference_rollout"] = {}
+        modules["slime.rollout.inference_rollout.inference_rollout_common"] = {"InferenceRolloutFn": InferenceRolloutFn}
+        for name, contents in modules.items():
+            monkeypatch.setitem(sys.modules, f"miles{name.removeprefix('slime')}", module := ModuleType(name))
+            vars(module).update(contents)
         yield made
 
 
@@ -145,10 +97,10 @@ class Process:
         source = recorded.load_function(args.data_source_path)(args)
         source.load(start - 1)
         self.source = source
-        self.function = recorded.load_function(args.rollout_function_path)(ConstructorInput(args, source))
+        self.function = recorded.load_function(args.rollout_function_path)(Namespace(args=args, data_source=source))
 
     def generate(self, rollout_id: int) -> list[Sample]:
-        output = self.function(TrainInput(rollout_id))
+        output = self.function(training(rollout_id))
         samples = [sample for group in output.samples for sample in group]
         for sample in samples:
             sample.validate()
@@ -157,32 +109,29 @@ class Process:
 
 
 def test_its_own_staleness_flag_is_the_bound(tmp_path: Path, servers: Farm) -> None:
-    changes = {"max_weight_staleness": 1, "rollout_function_path": FUNCTION, "data_source_path": SOURCE}
-    process = Process(arguments(tmp_path, servers.port, **changes))
+    process = Process(flags(tmp_path, servers, max_weight_staleness=1))
     for rollout_id in range(4):
         servers.update_weights()
         oldest = min(s.oldest_weight_version for s in process.generate(rollout_id))
         assert oldest >= rollout_id
-    changes["rollover"] = {"rollout": {"max_staleness": 3}}
+    changes = {"max_weight_staleness": 1, "rollover": {"rollout": {"max_staleness": 3}}}
     with pytest.raises(ConfigError, match="--max-weight-staleness sets it to 1"):
-        Process(arguments(tmp_path, servers.port, **changes)).generate(0)
+        Process(flags(tmp_path, servers, **changes)).generate(0)
 
 
 def test_evaluation_stays_mileses(tmp_path: Path, servers: Farm) -> None:
-    args = flags(tmp_path, servers)
-    process = Process(args)
-    output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
+    process = Process(flags(tmp_path, servers))
+    output = sys.modules["miles.utils.async_utils"].run(process.function(evaluating(3)))  # type: ignore[attr-defined]
     assert output == "evaluation behind rollout 3"
 
 
 def test_an_evaluation_beside_training_is_no_pause_of_it(tmp_path: Path, servers: Farm) -> None:
     """One of a snapshot, on servers of its own."""
-    args = flags(tmp_path, servers)
-    process = Process(args)
+    process = Process(flags(tmp_path, servers))
     servers.update_weights()
     process.generate(0)
     steps = plugin._runs[process.source]._steps
-    for asked, pauses in ((EvalInput(0, hf_dir="snapshot"), False), (EvalInput(0), True)):
+    for asked, pauses in ((evaluating(0, hf_dir="snapshot"), False), (evaluating(0), True)):
         before = steps._underway.aside_s  # type: ignore[union-attr]
         sys.modules["miles.utils.async_utils"].run(process.function(asked))  # type: ignore[attr-defined]
         assert (steps._underway.aside_s > before) is pauses  # type: ignore[union-attr]
@@ -236,22 +185,6 @@ def test_the_base_model_does_not_answer_for_an_adapter(tmp_path: Path) -> None:
     slime_settings(arguments(tmp_path, 1, lora_rank=8, lora_train_only=True), MILES)
 
 
-def test_another_version_is_refused_under_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"miles-rl": "0.0.2"}
-
-    def version(name: str) -> str:
-        if name not in found:
-            raise metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(ConfigError, match=r"miles-rl 0\.0\.2 is installed, and this was written for 0\.1"):
-        slime_settings(arguments(tmp_path, 1), MILES)
-    del found["miles-rl"]
-    found["miles"] = "0.1.0"
-    slime_settings(arguments(tmp_path, 1), MILES)
-
-
 @pytest.mark.parametrize("path", MILES.filters)
 def test_its_own_filter_of_groups_without_signal_is_known(tmp_path: Path, path: str) -> None:
     args = arguments(tmp_path, 1, dynamic_sampling_filter_path=path)
@@ -285,8 +218,7 @@ def test_the_strategy_is_an_argument() -> None:
 
 
 def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path, servers: Farm) -> None:
-    args = flags(tmp_path, servers)
-    process = Process(args)
+    process = Process(flags(tmp_path, servers))
     del sys.modules["miles.rollout.rm_hub"]
     with pytest.raises(
         ConfigError, match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1"

@@ -21,6 +21,7 @@ import transformers  # noqa: F401  # slime's tests put a stub in its place unles
 
 from rollover.integrations import slime as integration
 from tests.engine.servers.scripted_server import Answer
+from tests.integrations.slime import kit
 from tests.integrations.slime.farm import Farm, OldSGLang, Router, farm
 
 TOKENIZER = Path(__file__).parent.parent / "run/recorded/model"
@@ -66,46 +67,33 @@ def arguments(servers: Farm, folder: Path) -> Namespace:
     """Those that slime's parser would make, as far as a rollout or an evaluation reads them."""
     from slime.utils.eval_config import EvalDatasetConfig
 
-    shutil.copytree(TOKENIZER, folder / "model")
-    config = json.loads((folder / "model/config.json").read_text())
+    model = shutil.copytree(TOKENIZER, folder / "tokenizer")
+    config = json.loads((model / "config.json").read_text())
     config |= {"vocab_size": 64, "max_position_embeddings": 256}
-    (folder / "model/config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config))
     held_out = folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"text": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(3)))
-    return Namespace(
-        hf_checkpoint=str(folder / "model"),
-        rollout_global_dataset=True,
+    return kit.arguments(
+        folder,
+        servers.port,
+        hf_checkpoint=str(model),
         rollout_batch_size=2,
         over_sampling_batch_size=4,
         n_samples_per_prompt=2,
         rollout_max_response_len=16,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        rollout_stop=None,
-        rollout_stop_token_ids=None,
-        rollout_skip_special_tokens=False,
-        rollout_seed=42,
         rollout_num_engines=2,
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=servers.port,
         sglang_server_concurrency=16,
         sglang_dp_size=1,
         custom_rm_path="tests.real.slime_plugin.reward",
         custom_generate_function_path=None,
-        group_rm=False,
-        reward_key=None,
         eval_reward_key=None,
         eval_max_prompt_len=None,
         eval_datasets=[EvalDatasetConfig(name="held out", path=str(held_out), input_key="text", label_key="label")],
         multimodal_keys=None,
         apply_chat_template=False,
         apply_chat_template_kwargs=None,
-        partial_rollout=True,
-        mask_offpolicy_in_partial_rollout=False,
         use_rollout_routing_replay=False,
         use_distributed_post=False,
-        use_tis=True,
         ci_test=False,
         save=None,
         load=None,
@@ -113,7 +101,7 @@ def arguments(servers: Farm, folder: Path) -> Namespace:
 
 
 def _servers() -> Farm:
-    servers = _open.enter_context(farm(2, router=ForwardingRouter))
+    servers = _open.enter_context(farm(ForwardingRouter))
     assert isinstance(servers.router, ForwardingRouter)
     servers.router.worker = servers.workers[0]
     servers.update_weights()

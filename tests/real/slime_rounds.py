@@ -64,7 +64,7 @@ def step(servers: Farm, args: Namespace, source: Any, rollout_id: int) -> list[A
 
 
 def test_a_killed_run_goes_on_with_slimes_own_data_source(tmp_path: Path) -> None:
-    with farm(2) as servers:
+    with farm() as servers:
         servers.update_weights()
         args = filled(servers, tmp_path)
         source = begun(args, 0)

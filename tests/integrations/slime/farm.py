@@ -9,7 +9,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -122,12 +121,11 @@ class Farm:
         self.update = 0
         self._loop = loop
 
-    def update_weights(self, *, but: Sequence[int] = ()) -> None:
-        """As slime at its start and after each training step; ``but``: workers that miss it."""
+    def update_weights(self) -> None:
+        """As slime at its start and after each training step."""
         self.update += 1
-        for number, worker in enumerate(self.workers):
-            if number not in but:
-                worker.updated(self.update)
+        for worker in self.workers:
+            worker.updated(self.update)
 
     def restart_count(self) -> None:
         """A new process of slime counts from 1 again."""
@@ -135,15 +133,12 @@ class Farm:
 
     def restart(self) -> None:
         """New workers at the old addresses: whatever was asked of the old ones is gone."""
-        done: Future[None] = Future()
 
-        def anew() -> None:
+        async def anew() -> None:
             for worker in self.workers:
                 worker.restart()
-            done.set_result(None)
 
-        self._loop.call_soon_threadsafe(anew)
-        done.result(30.0)
+        asyncio.run_coroutine_threadsafe(anew(), self._loop).result(30.0)
         self.restart_count()
 
     def kill(self, number: int) -> None:
@@ -161,15 +156,15 @@ class Farm:
 
 
 @contextmanager
-def farm(num_workers: int = 2, *, router: type[Router] = Router, **settings: Any) -> Iterator[Farm]:
+def farm(router: type[Router] = Router) -> Iterator[Farm]:
+    """Two workers."""
     loop, ready, leave = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     made: list[Farm] = []
 
     async def live() -> None:
         async with AsyncExitStack() as stack:
             workers = {}
-            for _ in range(num_workers):
-                worker = OldSGLang(**settings)
+            for worker in (OldSGLang(), OldSGLang()):
                 workers[f"http://127.0.0.1:{await stack.enter_async_context(serve(worker))}"] = worker
             new = Farm(workers, loop, router)
             new.port = await stack.enter_async_context(serve(new.router))

@@ -146,8 +146,8 @@ class Loop:
 
 
 @contextmanager
-def slime_over_servers(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
-    with recorded.installed(), farm(num_workers, **settings) as servers:
+def slime_over_servers() -> Iterator[Farm]:
+    with recorded.installed(), farm() as servers:
         for worker in servers.workers:
             worker.runs_on = fresh_and_odd
         try:

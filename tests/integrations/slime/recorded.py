@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 # -- slime.utils.types ------------------------------------------------------------------------------------------------
 
 
@@ -41,15 +43,14 @@ class SpecInfo:
 
 
 @dataclass
-class Sample:
+class AnySample:
+    """What samples of slime and of miles have."""
+
     group_index: int | None = None
     index: int | None = None
-    rollout_id: int | None = None
     prompt: Any = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     label: str | None = None
@@ -68,14 +69,16 @@ class Sample:
 
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    custom_rm_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
-    session_id: str | None = None
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
 
     def get_reward_value(self, args: Any) -> Any:
         return self.reward[args.reward_key] if args.reward_key else self.reward
+
+
+@dataclass
+class Sample(AnySample):
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
 
     def append_response_tokens(
         self,
@@ -125,7 +128,6 @@ class RolloutFnTrainOutput:
 @dataclass
 class RolloutFnEvalOutput:
     data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
 
 
 class RolloutDataSource:
@@ -134,17 +136,10 @@ class RolloutDataSource:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.epoch_id = self.sample_group_index = self.sample_index = self.sample_offset = 0
-        self.rows: list[Sample] | None = None
-        if args.rollout_global_dataset and args.prompt_data is not None:
-            lines = Path(args.prompt_data).read_text().splitlines()
-            self.rows = [
-                Sample(prompt=row["prompt"], label=row["label"], metadata=row.get("metadata", {}))
-                for row in map(json.loads, lines)
-            ]
-            self._shuffle()
+        self.rows = [Sample(**json.loads(line)) for line in Path(args.prompt_data).read_text().splitlines()]
+        self._shuffle()
 
     def _shuffle(self) -> None:
-        assert self.rows is not None
         order = list(range(len(self.rows)))
         random.Random(self.args.rollout_seed + self.epoch_id).shuffle(order)
         self.shuffled = [self.rows[i] for i in order]
@@ -152,9 +147,6 @@ class RolloutDataSource:
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         drawn: list[Sample] = []
         while len(drawn) < num_samples:
-            if self.rows is None:
-                drawn.append(Sample())
-                continue
             if self.sample_offset == len(self.rows):
                 self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
                 self._shuffle()
@@ -172,9 +164,6 @@ class RolloutDataSource:
             groups.append(group)
         return groups
 
-    def add_samples(self, samples: list[list[Sample]]) -> None:
-        raise RuntimeError("read only")
-
     def _file(self, folder: str, rollout_id: int) -> Path:
         return Path(folder) / f"rollout/global_dataset_state_dict_{rollout_id}.pt"
 
@@ -189,11 +178,7 @@ class RolloutDataSource:
             return
         for name, value in json.loads(self._file(self.args.load, rollout_id).read_text()).items():
             setattr(self, name, value)
-        if self.rows is not None:
-            self._shuffle()
-
-    def __len__(self) -> int:
-        return len(self.rows or [])
+        self._shuffle()
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -271,21 +256,13 @@ def installed() -> Iterator[AsyncLoopThread]:
         "slime.rollout.sample_hooks": {"apply_rollout_sample_hooks": apply_rollout_sample_hooks},
         "slime.rollout.sglang_rollout": {"generate_rollout": generate_rollout},
     }
-    before = {name: sys.modules.get(name) for name in modules}
     try:
-        for name, contents in modules.items():
-            module = sys.modules[name] = ModuleType(name)
-            vars(module).update(contents)
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], child, module)
-        yield thread
+        with pytest.MonkeyPatch.context() as patch:
+            for name, contents in modules.items():
+                patch.setitem(sys.modules, name, module := ModuleType(name))
+                vars(module).update(contents)
+            yield thread
     finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
         thread.close()
 
 
@@ -315,8 +292,7 @@ class Manager:
         self.args = args
         self.data_source = load_function(args.data_source_path)(args)
         self.generate_rollout: Callable[..., Any] = load_function(args.rollout_function_path)
-        if hasattr(self.data_source, "load"):
-            self.data_source.load(start - 1)
+        self.data_source.load(start - 1)
 
     def generate(self, rollout_id: int) -> Trained:
         output = self.generate_rollout(self.args, rollout_id, self.data_source, evaluation=False)

@@ -41,6 +41,10 @@ class Lent:
     def __getitem__(self, number: int) -> OldSGLang:
         return self.workers[f"w{number}"]
 
+    async def has_decoded(self, num_tokens: int) -> None:
+        while self[0].decoded_tokens < num_tokens:
+            await asyncio.sleep(0.01)
+
     def engine(self, **changes: Any) -> LentServers:
         model = served_model(str(write_model(self.folder)))
         config = replace(CONFIG, **changes)
@@ -55,6 +59,17 @@ class Lent:
             yield engine
         finally:
             await engine.close()
+
+
+@pytest.fixture
+def lent(tmp_path: Path) -> Lent:
+    return Lent(tmp_path)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Lent:
+    """One worker."""
+    return Lent(tmp_path, num_workers=1)
 
 
 def request(name: str, *, tokens: int = 20, response: tuple[int, ...] = ()) -> GenerateRequest:
@@ -81,36 +96,31 @@ def ids(chunks: list[Chunk]) -> list[int]:
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-    async with lent.rollout() as engine:
+async def test_a_response_goes_on_behind_its_prefix_within_its_budget(alone: Lent) -> None:
+    async with alone.rollout() as engine:
         found = await everything(engine, request("g0.0", response=(5, 6, 7)))
     assert len(ids(found)) == 17
-    body = next(body for method, path, _, body in lent[0].log if path == "/generate")
+    body = next(body for method, path, _, body in alone[0].log if path == "/generate")
     assert body["input_ids"] == [1, 2, 0, 5, 6, 7] and body["sampling_params"]["max_new_tokens"] == 17
     assert body["stream"] is False
 
 
-async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-    async with lent.rollout() as engine:
+async def test_an_abort_hands_over_what_was_decoded(alone: Lent) -> None:
+    async with alone.rollout() as engine:
         calls = [asyncio.create_task(everything(engine, request(n, tokens=200))) for n in ("g0.0", "g1.0")]
-        while lent[0].decoded_tokens < 10:
-            await asyncio.sleep(0.01)
+        await alone.has_decoded(10)
         await engine.abort(["d.g0.0#1.", "d.g1.0#1."])
         one, other = await asyncio.gather(*calls)
         await engine.end()
     assert one[-1].finish_reason is other[-1].finish_reason is FinishReason.ABORT
-    assert len(ids(one)) >= 5 and len(ids(one)) + len(ids(other)) == lent[0].decoded_tokens
+    assert len(ids(one)) >= 5 and len(ids(one)) + len(ids(other)) == alone[0].decoded_tokens
 
 
-async def test_one_of_several_calls_is_aborted_alone(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-    async with lent.rollout() as engine:
+async def test_one_of_several_calls_is_aborted_alone(alone: Lent) -> None:
+    async with alone.rollout() as engine:
         names = ("g0.0", "g1.0")
         calls = [asyncio.create_task(everything(engine, request(n, tokens=30))) for n in names]
-        while lent[0].decoded_tokens < 6:
-            await asyncio.sleep(0.01)
+        await alone.has_decoded(6)
         await engine.abort(["d.g0.0#1."])
         found = [chunks[-1].finish_reason for chunks in await asyncio.gather(*calls)]
     assert found == [FinishReason.ABORT, FinishReason.LENGTH]
@@ -120,8 +130,7 @@ async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_pa
     lent = Lent(tmp_path, num_workers=1, slots=1)
     async with lent.rollout() as engine:
         first = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
-        while lent[0].decoded_tokens < 3:
-            await asyncio.sleep(0.01)
+        await lent.has_decoded(3)
         second = asyncio.create_task(everything(engine, request("g1.0", tokens=200)))
         while len(lent[0].requests) < 2:
             await asyncio.sleep(0.01)
@@ -131,19 +140,17 @@ async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_pa
     assert chunk.finish_reason is FinishReason.ABORT and not chunk.token_ids
 
 
-async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
+async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(alone: Lent) -> None:
     """Without one, they would give all siblings the same response."""
-    lent = Lent(tmp_path, num_workers=1)
-    lent[0].draws_by_seed = True
-    async with lent.rollout() as engine:
+    alone[0].draws_by_seed = True
+    async with alone.rollout() as engine:
         asked = [replace(request("g0.0"), seed=2**63 + 2), replace(request("g0.1"), seed=2**63 + 4)]
         retried = replace(asked[0], request_id="d.g0.0#2.")
         first, sibling, again = [ids(await everything(engine, one)) for one in (*asked, retried)]
     assert first == again and first != sibling
 
 
-async def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+async def test_older_paths_of_control_calls_do(lent: Lent) -> None:
     for worker in lent.workers.values():
         worker.has_new_paths = False
     async with lent.rollout() as engine:
@@ -155,42 +162,37 @@ async def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_disagree_are_refused_before_a_token_is_decoded(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+def test_workers_that_disagree_are_refused_before_a_token_is_decoded(lent: Lent) -> None:
     lent[0].updated(2)
     with pytest.raises(EngineError, match=r"'1' by http://w1; '2' by http://w0.*missed the last weight update"):
         run(lent.engine().begin())
     assert not lent[0].decoded_tokens and not lent[1].decoded_tokens
 
 
-async def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
+async def test_an_answer_of_other_weights_than_the_rollouts_is_refused(alone: Lent) -> None:
     with pytest.raises(EngineError, match="weights '2' sampled its tokens, and the rollout began with '1'"):
-        async with lent.rollout() as engine:
+        async with alone.rollout() as engine:
             call = asyncio.create_task(everything(engine, request("g0.0", tokens=30)))
-            while lent[0].decoded_tokens < 5:
-                await asyncio.sleep(0.01)
-            lent[0].version, lent[0].weights = "2", "weights 2"
+            await alone.has_decoded(5)
+            alone[0].version, alone[0].weights = "2", "weights 2"
             await call
 
 
-async def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
+async def test_an_answer_that_names_no_weights_is_refused(alone: Lent) -> None:
 
     def without_version(answer: dict[str, Any]) -> dict[str, Any]:
         del answer["meta_info"]["weight_version"]
         return answer
 
-    lent[0].says = without_version
+    alone[0].says = without_version
     with pytest.raises(EngineError, match="does not say which weights sampled its tokens"):
-        async with lent.rollout() as engine:
+        async with alone.rollout() as engine:
             await everything(engine, request("g0.0"))
 
 
-async def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-    lent[0].reports_spans = True
-    async with lent.rollout(version=5) as engine:
+async def test_a_newer_server_may_give_spans(alone: Lent) -> None:
+    alone[0].reports_spans = True
+    async with alone.rollout(version=5) as engine:
         found = await everything(engine, request("g0.0"))
     assert {chunk.policy_version for chunk in found} == {5}
 
@@ -198,8 +200,7 @@ async def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
 # -- between rollouts -------------------------------------------------------------------------------------------------
 
 
-async def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+async def test_nobody_asks_a_server_anything_between_rollouts(lent: Lent) -> None:
     async with lent.rollout(health_interval_s=0.5) as engine:
         await everything(engine, request("g0.0"))
         await asyncio.sleep(2.0)
@@ -210,16 +211,14 @@ async def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) ->
     assert min(before) > 3
 
 
-async def test_a_call_between_rollouts_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+async def test_a_call_between_rollouts_is_refused(lent: Lent) -> None:
     with pytest.raises(EngineError, match="lent for rollouts only"):
         async with lent.rollout() as engine:
             await engine.end()
             await everything(engine, request("g0.0"))
 
 
-async def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+async def test_the_next_rollout_has_the_next_label_and_new_workers(lent: Lent) -> None:
     engine = lent.engine()
     await engine.begin()
     await engine.serves(0)
@@ -237,24 +236,21 @@ async def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Pat
     assert lent.workers["w2"].decoded_tokens == 20
 
 
-async def test_a_server_is_given_back_only_when_it_is_idle(tmp_path: Path) -> None:
+async def test_a_server_is_given_back_only_when_it_is_idle(alone: Lent) -> None:
     """A request that nobody waits for any more is still decoded."""
-    lent = Lent(tmp_path, num_workers=1)
-    async with lent.rollout() as engine:
+    async with alone.rollout() as engine:
         left = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
-        while lent[0].decoded_tokens < 3:
-            await asyncio.sleep(0.01)
+        await alone.has_decoded(3)
         left.cancel()
         await engine.end()
-        assert not lent[0].requests
+        assert not alone[0].requests
 
 
-async def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
+async def test_a_server_that_does_not_become_idle_is_named(alone: Lent) -> None:
     busy = Answer(body={"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]})
     with pytest.raises(EngineTimeout, match="http://w0 still runs 3 calls 8 s after all were aborted"):
-        async with lent.rollout() as engine:
-            lent[0].answer_once("/v1/loads", *[busy] * 1000)
+        async with alone.rollout() as engine:
+            alone[0].answer_once("/v1/loads", *[busy] * 1000)
             await engine.end()
 
 
@@ -267,18 +263,16 @@ async def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> No
         {"something": "else"},
     ],
 )
-async def test_forms_of_the_count_of_calls(tmp_path: Path, load: Any) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-    async with lent.rollout() as engine:
-        lent[0].answer_once("/v1/loads", Answer(body=load))
+async def test_forms_of_the_count_of_calls(alone: Lent, load: Any) -> None:
+    async with alone.rollout() as engine:
+        alone[0].answer_once("/v1/loads", Answer(body=load))
         await engine.end()
 
 
 # -- workers that fail ------------------------------------------------------------------------------------------------
 
 
-async def test_a_rollout_goes_on_without_a_worker_that_is_dead(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+async def test_a_rollout_goes_on_without_a_worker_that_is_dead(lent: Lent) -> None:
     lent[1].kill()
     async with lent.rollout() as engine:
         chunks = await everything(engine, request("g0.0"))
@@ -286,16 +280,14 @@ async def test_a_rollout_goes_on_without_a_worker_that_is_dead(tmp_path: Path) -
     assert len(ids(chunks)) == 20
 
 
-def test_without_any_worker_that_answers_a_rollout_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+def test_without_any_worker_that_answers_a_rollout_is_refused(lent: Lent) -> None:
     for worker in lent.workers.values():
         worker.kill()
     with pytest.raises(EngineError, match=r"no worker behind http://router answers: http://w0 .*; http://w1"):
         run(lent.engine().begin())
 
 
-def test_a_worker_that_changes_how_tokens_are_drawn_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path)
+def test_a_worker_that_changes_how_tokens_are_drawn_is_refused(lent: Lent) -> None:
     lent[1].preferred_sampling_params = {"top_k": 20}
     with pytest.raises(EngineError, match="http://w1 changes how tokens are drawn"):
         run(lent.engine().begin())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError
+from rollover.integrations.slime.host import MILES, SLIME, Host
 from rollover.integrations.slime.settings import slime_settings
 from tests.integrations.slime.kit import LENGTH, arguments
 
@@ -32,13 +33,6 @@ def test_the_default_is_april_with_slimes_over_sampling(tmp_path: Path) -> None:
     found = strategy(tmp_path, rollover=None)
     assert (found.kind, found.over_sampling_batch_size) == ("april", 6)
     assert strategy(tmp_path, rollover=None, over_sampling_batch_size=3).over_sampling_batch_size is None
-
-
-@pytest.mark.parametrize(
-    "asked", ["sync", {"rollout": {"strategy": "sync"}}, {"rollout": {"strategy": {"kind": "sync"}}}]
-)
-def test_a_strategy_is_asked_for_by_name(tmp_path: Path, asked: Any) -> None:
-    assert strategy(tmp_path, rollover=asked, over_sampling_batch_size=3).kind == "sync"
 
 
 def test_options_of_our_own_are_read(tmp_path: Path) -> None:
@@ -110,9 +104,21 @@ def test_an_argument_that_slime_no_longer_has_is_named(tmp_path: Path) -> None:
         slime_settings(args)
 
 
-def test_another_version_of_slime_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.4.0")
-    with pytest.raises(ConfigError, match=r"slime 0\.4\.0 is installed, and this was written for 0\.3"):
-        slime_settings(arguments(tmp_path, 1))
-    monkeypatch.setattr(metadata, "version", lambda name: "0.3.1")
-    slime_settings(arguments(tmp_path, 1))
+@pytest.mark.parametrize(
+    ("host", "name", "tested"), [(SLIME, "slime", "0.3.1"), (MILES, "miles", "0.1.0"), (MILES, "miles-rl", "0.1.0")]
+)
+def test_another_version_is_refused_under_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host, name: str, tested: str
+) -> None:
+    found = {name: "0.4.0"}
+
+    def version(asked: str) -> str:
+        if asked not in found:
+            raise metadata.PackageNotFoundError(asked)
+        return found[asked]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=rf"{name} 0\.4\.0 is installed, and this was written for {tested[:3]}: "):
+        slime_settings(arguments(tmp_path, 1), host)
+    found[name] = tested
+    slime_settings(arguments(tmp_path, 1), host)

@@ -6,7 +6,6 @@ run on. A test that adds or removes nodes leaves the cluster as it found it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
+from rollover.cluster.nodes import alive_nodes
 from tests.speed import within
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,24 +28,20 @@ def cluster() -> Iterator[Any]:
     """A ``ray.cluster_utils.Cluster`` of a head, which has no CPU, and two nodes with 4 CPUs each, of which the first
     has 4 of the resource ``one`` and the second 4 of ``two``; of ``rank`` each has 1, for ranks that shall lie apart.
     ``cluster.address`` goes into ``[cluster]``."""
-    set_before = {key: os.environ.get(key) for key in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    import ray
-    from ray.cluster_utils import Cluster
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in ENVIRONMENT.items():
+            patch.setenv(key, value)
+        import ray
+        from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
-    try:
-        for name in ("one", "two"):
-            add_node(made, {name: 4, "rank": 1})
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
-        for key, value in set_before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+        made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
+        try:
+            for name in ("one", "two"):
+                add_node(made, {name: 4, "rank": 1})
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
 
 
 ENVIRONMENT = {
@@ -65,10 +63,6 @@ def add_node(cluster: Any, resources: dict[str, float]) -> Any:
 
 def remove_nodes(cluster: Any, nodes: Iterable[Any]) -> None:
     """Remove nodes that a test has added, and wait until the cluster lists them no more."""
-    from rollover.cluster.config import ClusterConfig
-    from rollover.cluster.connect import connect
-    from rollover.cluster.nodes import alive_nodes
-
     for node in nodes:
         cluster.remove_node(node)
     until(lambda: len(alive_nodes(connect(ClusterConfig(address=cluster.address)))) == 3, "the nodes are gone")
@@ -84,8 +78,5 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 def cluster_has(cluster: Any, **resources: float) -> bool:
     """Say whether so much is free on the cluster."""
-    from rollover.cluster.config import ClusterConfig
-    from rollover.cluster.connect import connect
-
     free = connect(ClusterConfig(address=cluster.address)).available_resources()
     return {name: free.get(name, 0.0) for name in resources} == resources

@@ -71,9 +71,6 @@ def wanted(*gpus: float) -> list[Wanted]:
 @pytest.mark.parametrize(
     ("gpus", "nodes", "failed"),
     [
-        ((2, 2), (3, 1), ["engine-1"]),
-        ((1, 2, 1), (2, 2), []),
-        ((1, 1, 3), (2, 3), []),
         ((1, 1, 1, 1), (2, 1), ["engine-3"]),
         ((0.1,) * 10, (1,), []),
         ((4, 3, 3, 2, 2, 2), (8, 8), []),

@@ -27,6 +27,14 @@ RUN = re.sub(r"\[engine\]\n(?:\w+ = \d+\n)+", ENGINE, CONFIG)
 VLLM_RUN = RUN.replace(ENGINE, "[engine]\nkind = 'vllm'\n")
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """``run.toml``, of a run with vLLM."""
+    file = tmp_path / "run.toml"
+    file.write_text(VLLM_RUN)
+    return file
+
+
 def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Plan) -> None:
     settings = plan_settings(plan, "vllm", 4096)
     part = plan.solution.plan.parts[0]
@@ -43,13 +51,12 @@ def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Pla
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_run_trains_as_the_plan_computed(plan: Plan, tmp_path: Path, recompute: bool) -> None:
+def test_a_run_trains_as_the_plan_computed(plan: Plan, file: Path, recompute: bool) -> None:
     (part,) = plan.solution.plan.parts
     part = replace(part, recompute=recompute)
     training = replace(plan.solution.plan, parts=(part,))
     plan = replace(plan, solution=replace(plan.solution, plan=training))
     costs = trainer_costs(plan.model, plan.workload, plan.fleet.by_name[part.device], part)
-    file = tmp_path / "run.toml"
     other = f"dtype = 'float32'\nmicro_batch_tokens = 100\ngradient_checkpointing = {str(not recompute).lower()}"
     file.write_text(VLLM_RUN.replace("[trainer]", f"[trainer]\n{other}"))
     trainer = launched_config(plan, str(file), ())[0].trainer
@@ -60,8 +67,7 @@ def test_a_run_trains_as_the_plan_computed(plan: Plan, tmp_path: Path, recompute
     assert launched_config(plan, str(file), ("--trainer.dtype", "float32"))[0].trainer.dtype == "float32"
 
 
-def test_a_reference_policy_that_the_plan_has_no_memory_for_is_refused(plan: Plan, tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
+def test_a_reference_policy_that_the_plan_has_no_memory_for_is_refused(plan: Plan, file: Path) -> None:
     file.write_text(f"{VLLM_RUN}[algorithm]\nkl_coef = 0.01\n")
     with pytest.raises(ConfigError, match=r"needs a reference policy .*rollover plan --reference-model"):
         launched_config(plan, str(file), ())
@@ -97,17 +103,14 @@ def test_a_config_in_place_of_the_plan_is_not_to_be_written_over(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "swarm"])
-def test_an_engine_of_this_process_is_refused(plan: Plan, tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "run.toml"
+def test_an_engine_of_this_process_is_refused(plan: Plan, file: Path, kind: str) -> None:
     file.write_text(RUN.replace(ENGINE, ""))
     overrides = () if kind == "embedded" else ("--engine.kind", kind)
     with pytest.raises(ConfigError, match=rf"run\.toml: engine\.kind is '{kind}', and a plan is run with servers"):
         launched_config(plan, str(file), overrides)
 
 
-def test_mistakes_are_located_in_the_users_file_or_in_the_plan(plan: Plan, tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-
+def test_mistakes_are_located_in_the_users_file_or_in_the_plan(plan: Plan, file: Path) -> None:
     def refused(run: str, *overrides: str, group_size: int = 8) -> str:
         file.write_text(run)
         made = replace(plan, workload=replace(plan.workload, group_size=group_size))
@@ -131,8 +134,7 @@ def test_mistakes_are_located_in_the_users_file_or_in_the_plan(plan: Plan, tmp_p
     assert refused(named, group_size=1).startswith("plan.json sets rollout.group_size = 1: ")
 
 
-def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
+def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, file: Path) -> None:
     was, size = 2, plan.workload.group_size
     text = VLLM_RUN.replace("[trainer]", "[trainer]\ndtype = 'bfloat16'\ngradient_checkpointing = true")
     file.write_text(f"{text}[cluster]\nengines = 3\n")
@@ -141,7 +143,7 @@ def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path)
     assert "the plan replaces trainer.gradient_checkpointing true by false" in notes
     assert "the plan replaces cluster.engines" in notes
     assert not any("trainer.dtype" in note or "max_running" in note for note in notes)
-    below = tmp_path / "april.toml"
+    below = file.with_name("april.toml")
     below.write_text("extends = 'run.toml'\n[rollout.strategy]\nkind = 'april'\n")
     config, notes = launched_config(plan, str(below), ())
     assert "the plan replaces rollout.strategy 'april' by 'bounded_async'" in notes
@@ -153,8 +155,7 @@ def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path)
 
 
 @pytest.mark.parametrize("key", ["rollout.max_new_tokens", "eval.max_new_tokens", "eval.sets.unseen.max_new_tokens"])
-def test_servers_have_context_for_all_that_the_run_generates(plan: Plan, tmp_path: Path, key: str) -> None:
-    file = tmp_path / "run.toml"
+def test_servers_have_context_for_all_that_the_run_generates(plan: Plan, file: Path, key: str) -> None:
     file.write_text(VLLM_RUN + UNSEEN)
     longest = max(bucket.max_tokens for bucket in plan.workload.buckets)
     for options, tokens in (((), longest), ((f"--{key}", str(2 * longest)), 2 * longest)):
@@ -166,19 +167,17 @@ def test_servers_have_context_for_all_that_the_run_generates(plan: Plan, tmp_pat
 
 
 @pytest.mark.parametrize(("num_layers", "others"), [(28, 0), (56, 1)])
-def test_a_plan_for_a_model_of_another_size_is_said(plan: Plan, tmp_path: Path, num_layers: int, others: int) -> None:
-    (tmp_path / "run.toml").write_text(VLLM_RUN)
+def test_a_plan_for_a_model_of_another_size_is_said(plan: Plan, file: Path, num_layers: int, others: int) -> None:
+    model = file.parent
     shape = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | shape | {"num_hidden_layers": num_layers}))
-    notes = launched_config(plan, str(tmp_path / "run.toml"), ("--model.path", str(tmp_path)))[1]
+    (model / "config.json").write_text(json.dumps(QWEN_7B | shape | {"num_hidden_layers": num_layers}))
+    notes = launched_config(plan, str(file), ("--model.path", str(model)))[1]
     assert [note.split(":")[0] for note in notes if "made for" in note] == others * [
-        f"the plan was made for qwen-1.5b (1.78 billion parameters), but {tmp_path} has 3.09 billion"
+        f"the plan was made for qwen-1.5b (1.78 billion parameters), but {model} has 3.09 billion"
     ]
 
 
-def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(VLLM_RUN)
+def test_the_table_shows_what_will_run(plan: Plan, file: Path) -> None:
     options = ("--trainer.num_devices", "2", "--cluster.trainer_resources", "{x = 1}", "--cluster.engines.0.count", "7")
     train, *rollout = who_goes_where(plan, launched_config(plan, str(file), options)[0])
     assert (train.count, train.each, train.resources) == (2, "1 x h100-sxm", {"x": 1.0})
@@ -187,13 +186,11 @@ def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:
     assert (rollout[0].each, rollout[0].running) == (f"{kind.num_devices} x h100-sxm", kind.batch_cap)
 
 
-def test_nodes_that_do_not_name_their_type_are_told_how_to(plan: Plan, tmp_path: Path) -> None:
+def test_nodes_that_do_not_name_their_type_are_told_how_to(plan: Plan, file: Path) -> None:
     other = replace(plan.fleet.nodes[0].device, name="l4")
     mixed = replace(
         plan, fleet=replace(plan.fleet, nodes=(*plan.fleet.nodes, replace(plan.fleet.nodes[0], device=other)))
     )
-    file = tmp_path / "run.toml"
-    file.write_text(VLLM_RUN)
     config, mixed_config = (launched_config(made, str(file), ())[0] for made in (plan, mixed))
     check_types(plan, config, [{"GPU": 4.0}])
     check_types(mixed, mixed_config, [{"GPU": 4.0, "h100-sxm": 4.0}])

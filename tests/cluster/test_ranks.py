@@ -70,11 +70,6 @@ def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: lis
         trainer.close()
 
 
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
-
-
 def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +97,9 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
 
             source = trainer.weight_source()
             assert source.manifest.version == 2
-            assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
+            ours = {name: tensor.clone() for name, tensor in source.tensors()}
+            assert ours.keys() == expected.keys()
+            assert [name for name, tensor in ours.items() if not torch.equal(tensor, expected[name])] == []
             assert (trainer.next_logits(PROMPTS) == logits).all()
 
             last, launcher = trainer.pids, trainer._launcher
@@ -117,8 +114,9 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     for message, (fate, rest) in zip(told, LOSSES, strict=True):
         assert re.match(rf"trainer: rank \d of 2 {fate}", message), message
         assert message.partition("restarting all 2 ranks from ")[2] == f"step_1, {rest} to repeat (restart 1 of 3)"
-    for ours, theirs in zip(metrics, trained, strict=True):
-        assert {k: v for k, v in ours.items() if not is_time(k)} == {k: v for k, v in theirs.items() if not is_time(k)}
+    for there, here in zip(metrics, trained, strict=True):
+        assert there.keys() == here.keys()
+        assert {k for k, v in there.items() if v != here[k]} <= {"time/step_s", "tokens/per_s"}
     manifest = read_manifest(tmp_path / "step_1")
     verify_files(tmp_path / "step_1", manifest)
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
@@ -144,7 +142,3 @@ def test_a_node_that_does_not_see_the_run_is_named(
     ):
         pass
     until(lambda: cluster_has(cluster, CPU=8, one=4), "its place is given back")
-
-
-def is_time(metric: str) -> bool:
-    return metric in ("time/step_s", "tokens/per_s")

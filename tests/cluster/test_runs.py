@@ -65,10 +65,6 @@ def test_a_dry_run_says_what_the_cluster_is_asked_for(
         ),
         (("--trainer.device", "cuda"), "the trainer needs 2 bundles of GPU 1, rank 1"),
         (("--trainer.device", "cuda:1"), "trainer.device 'cuda:1' cannot be used on a cluster: set 'auto', 'cuda' or"),
-        (
-            ("--cluster.address", "127.0.0.1:9", "--cluster.placement_timeout_s", "2"),
-            "cluster.address is 127.0.0.1:9, but this process is connected to",
-        ),
     ],
 )
 def test_what_cannot_be_placed_is_said_before_anything_is_begun(

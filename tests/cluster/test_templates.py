@@ -137,18 +137,13 @@ def test_the_slurm_script_launches_plans_and_hands_the_exit_code_on(tmp_path: Pa
     assert any("--resources={}" in " ".join(call) for call in calls)
 
 
-def test_the_slurm_script_has_no_error_that_bash_sees() -> None:
-    subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True, timeout=within(60))
+def test_the_slurm_script_asks_for_nodes_devices_and_time() -> None:
     head = (FOLDER / "slurm.sh").read_text().split("set -euo")[0]
     assert all(f"#SBATCH --{key}" in head for key in ("nodes=", "ntasks-per-node=1", "gpus-per-node=", "time="))
 
 
-@pytest.fixture
-def job() -> Any:
-    return yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
-
-
-def test_the_rayjob_has_the_form_that_kuberay_asks_for(job: Any) -> None:
+def test_the_rayjob_has_the_form_that_kuberay_asks_for() -> None:
+    job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
     assert spec["entrypoint"].startswith("rollover train /config/run.toml --run-dir /runs/")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import torch
 from trl import GRPOConfig
 
 from rollover.batch import Batch
-from rollover.engine.base import Chunk, GenerateRequest
-from rollover.errors import EngineError
 from rollover.integrations.trl import GRPOTrainer
 from rollover.integrations.trl.answers import Answers
 from rollover.rollout.events import CheckpointSaved
@@ -94,22 +92,24 @@ class WatchedTrainer(GRPOTrainer):
 
 
 def trainer(
-    model: Path,
+    model: Any,
     folder: Path,
     *,
     asked: Mapping[str, Any] | None = None,
     reward: Callable[..., Any] = share,
     made_by: type[GRPOTrainer] = WatchedTrainer,
     dataset: datasets.Dataset | None = None,
+    eval_dataset: Any = None,
     peft_config: Any = None,
     observer: Callable[[Any], None] = lambda event: None,
     **changes: Any,
 ) -> Any:
     return made_by(
-        model=str(model),
+        model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
         args=arguments(folder, **changes),
         train_dataset=dataset or letters(),
+        eval_dataset=eval_dataset,
         peft_config=peft_config,
         rollover=rollover(asked),
         observer=observer,
@@ -136,23 +136,6 @@ def distances(seen: Sequence[Seen]) -> tuple[list[float], list[float]]:
 def lags(batch: Batch) -> list[int]:
     """The lag of each token."""
     return [batch.step - version for t in batch.trajectories for version in t.policy_versions]
-
-
-class Flawed:
-    """An engine in which one sample always fails."""
-
-    def __init__(self, engine: Any, sample_key: str) -> None:
-        self._engine = engine
-        self._sample_key = sample_key
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        if request.sample_key == self._sample_key:
-            raise EngineError("this one does not come")
-        async for chunk in self._engine.generate(request):
-            yield chunk
 
 
 def journaled(folder: Path) -> list[Batch]:

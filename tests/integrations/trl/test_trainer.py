@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,8 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollover.batch import Batch, Group, WasteCause
-from rollover.errors import EngineMismatch, RunError
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import EngineError, EngineMismatch, RunError
 from rollover.integrations.trl import rollouts
 from rollover.integrations.trl.answers import Answers, measure
 from rollover.integrations.trl.prompts import ROW
@@ -32,7 +32,6 @@ from tests.integrations.trl.kit import (
     APRIL,
     GENERATIONS,
     PROMPTS,
-    Flawed,
     WatchedTrainer,
     arguments,
     distances,
@@ -40,7 +39,6 @@ from tests.integrations.trl.kit import (
     lags,
     letters,
     logged,
-    rollover,
     rows,
     share,
     trainer,
@@ -291,7 +289,16 @@ def test_a_failed_sibling_counts_neither_in_loss_nor_in_baseline(
 
     async def flawed(*args: Any, **kwargs: Any) -> Any:
         opened = await opens(*args, **kwargs)
-        return replace(opened, engine=Flawed(opened.engine, "g1.2."))
+        generate = opened.engine.generate
+
+        async def all_but_one(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            if request.sample_key == "g1.2.":
+                raise EngineError("this one does not come")
+            async for chunk in generate(request):
+                yield chunk
+
+        monkeypatch.setattr(opened.engine, "generate", all_but_one)
+        return opened
 
     asked: list[int] = []
 
@@ -339,16 +346,9 @@ def test_evaluation_stays_trls_and_is_no_part_of_a_step(
             spent_s[0] += 1000
             return super().prediction_step(*args, **kwargs)
 
-    evaluated = Slow(
-        model=str(tiny_model),
-        reward_funcs=share,
-        args=arguments(
-            tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=PROMPTS * GENERATIONS
-        ),
-        train_dataset=letters(),
-        eval_dataset={name: letters().select(range(4)) for name in ("one", "two")},
-        rollover={"engine": {"cpu_kernels": "torch"}},
-    )
+    held_out = {name: letters().select(range(4)) for name in ("one", "two")}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": PROMPTS * GENERATIONS}
+    evaluated = trainer(tiny_model, tmp_path, made_by=Slow, eval_dataset=held_out, max_steps=2, **often)
     evaluated.train()
     assert len(logged(evaluated, "eval_reward")) == 4
     assert len(evaluated.seen) == 2
@@ -393,13 +393,7 @@ def test_a_response_ends_with_any_token_that_ends_one_for_trl(tiny_model: Path, 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     also = tokenizer.convert_tokens_to_ids("#")
     model.generation_config.eos_token_id = [also]
-    trained = WatchedTrainer(
-        model=model,
-        reward_funcs=share,
-        args=arguments(tmp_path, max_steps=1),
-        train_dataset=letters(),
-        rollover=rollover(SYNC),
-    )
+    trained = trainer(model, tmp_path, asked=SYNC, max_steps=1)
     trained.train()
     ends = {ids[-1] for ids in trained.seen[0].answers.completion_ids if len(ids) < 60}
     assert ends == {also, tokenizer.eos_token_id}

@@ -18,7 +18,6 @@ from rollover.swarm.wire.messages import (
     Head,
     Heartbeat,
     Hello,
-    Ready,
     Release,
     Serving,
     Welcome,
@@ -26,7 +25,7 @@ from rollover.swarm.wire.messages import (
 from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 from rollover.types import FinishReason
-from tests.swarm.kit import LENGTH, plain, response
+from tests.swarm.kit import LENGTH, plain, ready, response
 
 
 @dataclass
@@ -66,10 +65,7 @@ class HeldWorker:
         if self.serves is None:
             self.serves = welcome.head
             self.served.add(welcome.head)
-        return [self.ready(), Serving(version=self.serves.version, manifest=self.serves.manifest)]
-
-    def ready(self) -> Ready:
-        return Ready(max_running=self.room, max_context_tokens=64, seeded=True, number_format="float32")
+        return [ready(max_running=self.room), Serving(version=self.serves.version, manifest=self.serves.manifest)]
 
     def change(self) -> list[FromWorker]:
         """Serve the newest version that was announced."""
@@ -137,22 +133,17 @@ class HeldWorker:
             self.newest = head
 
     def decode(self, num_tokens: int) -> None:
+        assert self.serves is not None, "calls come behind a welcome"
         for call_id, call in list(self.running.items()):
             stream, assign = call.stream, call.stream.assign
-            if self.serves is None or self.serves.version < assign.least_version:
-                num = 0
-            else:
-                num = min(num_tokens, LENGTH - stream.end)
-            if call.is_aborted:
-                num = 0
-            if num:
+            version = self.serves.version
+            may_decode = version >= assign.least_version and not call.is_aborted
+            if num := min(num_tokens, LENGTH - stream.end) if may_decode else 0:
                 ids = response(plain(assign.sample_key), stream.end, stream.end + num)
-                version = self.serves.version  # type: ignore[union-attr]
                 chunk = Chunk(token_ids=ids, logprobs=(-0.5,) * num, policy_version=version, kv_version=version)
                 self.held.decoded(stream, chunk)
             reason = FinishReason.LENGTH if stream.end == LENGTH else FinishReason.ABORT if call.is_aborted else None
             if reason is not None:
-                version = 0 if self.serves is None else self.serves.version
                 self.held.ended(stream, StreamEnding(reason=reason, version=version))
                 del self.running[call_id]
 

@@ -21,7 +21,6 @@ from rollover.swarm.wire.messages import (
     Decoded,
     FromCoordinator,
     FromWorker,
-    Goodbye,
     Head,
     HeldCall,
     Hello,
@@ -63,6 +62,11 @@ def response(sample_key: str, start: int = 0, end: int = LENGTH) -> tuple[int, .
 def head(version: int, epoch: int = 1) -> Head:
     """The publication of a version by one start of the run; a manifest names its epoch."""
     return Head(version=version, manifest=hashlib.sha256(f"manifest {epoch} {version}".encode()).hexdigest())
+
+
+def ready(**changes: Any) -> Ready:
+    engine: dict[str, Any] = {"max_running": 4, "max_context_tokens": 64, "seeded": True, "number_format": "float32"}
+    return Ready(**engine | changes)
 
 
 def request(
@@ -136,7 +140,7 @@ class ModelWorker:
     calls: dict[str, ModelCall] = field(default_factory=dict)
     run_id: str = ""
     run_epoch: int = 0
-    goodbye: Goodbye | None = None
+    keeps_kv: bool = False
 
     def hello(self) -> Hello:
         held = tuple(
@@ -154,12 +158,11 @@ class ModelWorker:
 
     def start(self, welcome: Welcome) -> list[FromWorker]:
         self.lease, self.run_id, self.run_epoch = welcome.lease, welcome.run_id, welcome.run_epoch
-        self.goodbye = None
         if not self.served:
             self.version = welcome.head.version
             self.served[self.version] = welcome.head
         return [
-            Ready(max_running=self.room, max_context_tokens=64, seeded=True, number_format="float32"),
+            ready(max_running=self.room, keeps_kv=self.keeps_kv),
             self.serving(),
         ]
 
@@ -202,8 +205,6 @@ class ModelWorker:
             case Release(call_ids=call_ids):
                 for call_id in call_ids:
                     self.calls.pop(call_id, None)
-            case Goodbye():
-                self.goodbye = message
             case _:
                 pass
         return []

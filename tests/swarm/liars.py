@@ -1,5 +1,4 @@
-"""Workers that lie: real ones, with an embedded engine that does something else than it says, and models of workers that
-say something false of themselves or of their tokens.
+"""Workers that lie: their embedded engine does something else than it says.
 
 The log-prob check asks for single tokens. Liars that are ``cunning`` answer these honestly.
 """
@@ -12,16 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.kind import OpenedEngine
-from rollover.swarm.wire.messages import Decoded, FromWorker, Ready, Welcome
 from rollover.swarm.worker.host import OpenEngine
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights, MemoryWeights
-from tests.swarm.kit import ModelCall, ModelWorker
 
 Coarse = Callable[[torch.Tensor], torch.Tensor]
 
@@ -172,76 +168,3 @@ def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> Ope
         return replace(honest, engine=liar, weights=liar)
 
     return opened
-
-
-class Describes(ModelWorker):
-    """Says something else of its engine than an honest model worker does."""
-
-    def ready(self) -> Ready:
-        raise NotImplementedError
-
-    def start(self, welcome: Welcome) -> list[FromWorker]:
-        _, *rest = super().start(welcome)
-        return [self.ready(), *rest]
-
-
-def ready(**changes: Any) -> Ready:
-    honest: dict[str, Any] = {"max_running": 4, "max_context_tokens": 64, "seeded": True, "number_format": "float32"}
-    return Ready(**honest | changes)
-
-
-class KeepsCaches(Describes):
-    """Its engine keeps caches of older weights: so its tokens are not compared with the trainer's."""
-
-    def ready(self) -> Ready:
-        return ready(keeps_kv=True)
-
-
-class Mislabels(ModelWorker):
-    """Labels tokens with other versions than their own: with ``label`` of a message's own version and position."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        raise NotImplementedError
-
-    def piece(self, call: ModelCall, start: int, stop: int, version: int, reason: str | None = None) -> Decoded:
-        return msgspec.structs.replace(super().piece(call, start, stop, version, reason), **self.label(version, start))
-
-
-class OldCache(Mislabels):
-    """Says that all of its tokens attended to a cache of older weights."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        return {"kv_version": version - 1}
-
-
-class NoCache(Mislabels):
-    """Names a cache of weights that nobody ever had."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        return {"kv_version": -1}
-
-
-class NewCache(Mislabels):
-    """Names a cache of weights that are newer than those which sampled."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        return {"kv_version": version + 1}
-
-
-class OldLabels(Mislabels):
-    """Labels all of its tokens with older weights than it has, which it has served and nobody else has any more."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        return {"version": version - 1, "kv_version": version - 1}
-
-
-class ChangingLabels(Mislabels):
-    """Labels each second message with older weights, so that no stretch is longer than a message."""
-
-    def label(self, version: int, position: int) -> dict[str, int]:
-        found = version - (version > 0 and position % 2)
-        return {"version": found, "kv_version": found}
-
-
-class KeepsCachesOfOldLabels(KeepsCaches, OldCache):
-    """Has said that its engine keeps caches of older weights."""

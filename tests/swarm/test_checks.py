@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rollover.engine.base import Engine
+from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -28,18 +29,20 @@ class Swarm:
     stats = abort = None
 
 
-def checked_swarm() -> tuple[Coordinator, MemberChecks, list[str]]:
+def checked_swarm(check: LogprobCheck | None = None) -> tuple[Coordinator, MemberChecks, list[str]]:
     """Return a coordinator with a member, its checks, and a list of the members that are sent away from now on."""
     hub = coordinator(checks=True, ttl_s=1e6)
     join(hub, ModelWorker("a"))
     shell, sent_away = Shell(hub, VirtualClock(), StatusBoard(), None), list[str]()
     shell.on_distrust.append(sent_away.append)
     swarm: Any = Swarm()
-    return hub, MemberChecks(swarm, shell), sent_away
+    checks = MemberChecks(swarm, shell)
+    if check is not None:
+        checks.check_logprobs_with(check)
+    return hub, checks, sent_away
 
 
 async def test_a_member_that_is_late_is_named_and_asked_again_and_draws_again() -> None:
-    hub, checks, _ = checked_swarm()
     asked: list[bool] = []
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
@@ -47,52 +50,30 @@ async def test_a_member_that_is_late_is_named_and_asked_again_and_draws_again() 
         if len(asked) <= 2:
             await asyncio.Event().wait()
 
+    hub, checks, _ = checked_swarm(check)
     member = hub.members["a"]
-    checks.check_logprobs_with(check)
     checks.begin("a", 0)
     await asyncio.sleep(CHECK_TIMEOUT_S + 1)
     assert member.serves(checked=True) is None
     assert member.last_error == "log-prob check of version 0, attempt 1: a has not answered within 300 s"
     await asyncio.sleep(CHECK_TIMEOUT_S + 2 * AGAIN_S)
     assert asked == [True, True, True] and member.serves(checked=True) == 0
-    await checks.close()
 
 
 async def test_what_is_said_of_a_member_that_is_cut_off_does_not_grow() -> None:
-    hub, checks, _ = checked_swarm()
-
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         (failed,) = hub.opened(request("check."), only="a")
         assert isinstance(failed, Fail)
         raise EngineError(failed.reason)
 
+    hub, checks, _ = checked_swarm(check)
     hub.disconnected(hub.members["a"].lease, 0.0)
-    checks.check_logprobs_with(check)
     checks.begin("a", 0)
     await asyncio.sleep(2.5 * AGAIN_S)
     assert hub.members["a"].last_error == "log-prob check of version 0, attempt 3: a is not connected"
-    await checks.close()
-
-
-async def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
-    hub, checks, _ = checked_swarm()
-    errors = [EngineError("nothing to compare weights version 0 with")]
-
-    async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
-        if errors:
-            raise errors.pop()
-
-    checks.check_logprobs_with(check)
-    await checks.check_logprobs()
-    await asyncio.sleep(1)
-    assert "nothing to compare weights version 0 with" in hub.members["a"].last_error
-    await asyncio.sleep(AGAIN_S)
-    assert hub.members["a"].serves(checked=True) == 0
-    await checks.close()
 
 
 async def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
-    hub, checks, _ = checked_swarm()
     answers = [asyncio.get_running_loop().create_future() for _ in range(3)]
     asked = 0
 
@@ -101,7 +82,7 @@ async def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
         asked += 1
         await answers[asked - 1]
 
-    checks.check_logprobs_with(check)
+    hub, checks, _ = checked_swarm(check)
     await checks.check_logprobs()
     await asyncio.sleep(1)
     await checks.check_logprobs()  # as after each publication
@@ -119,11 +100,9 @@ async def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
     answers[2].set_result(None)
     await asyncio.sleep(0.1)
     assert hub.members["a"].serves(checked=True) == 0
-    await checks.close()
 
 
 async def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> None:
-    hub, checks, _ = checked_swarm()
     begun: list[tuple[int, bool]] = []
     lost = asyncio.Event()
 
@@ -133,7 +112,7 @@ async def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> Non
             await asyncio.wait_for(lost.wait(), 10 if draws else 0.1)
             raise EngineError("a is gone")
 
-    checks.check_logprobs_with(check)
+    hub, checks, _ = checked_swarm(check)
     for version in (0, 1):
         if version:
             hub.published(head(version), 0.0)
@@ -154,11 +133,9 @@ async def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> Non
     await asyncio.sleep(1)
     assert begun[-1] == (1, False)
     assert hub.members["a"].checked_version == 1
-    await checks.close()
 
 
 async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> None:
-    hub, checks, _ = checked_swarm()
     told: list[tuple[int, bool]] = []
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
@@ -169,7 +146,7 @@ async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew()
         await asyncio.sleep(1)
         assert hub.members["a"].checked_version == version
 
-    checks.check_logprobs_with(check)
+    hub, checks, _ = checked_swarm(check)
     await checked(0)
     worker = ModelWorker("a")
     for version in (1, 2):
@@ -179,20 +156,18 @@ async def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew()
     join(hub, worker)  # another process, perhaps
     await checked(2)
     assert told == [(0, False), (1, True), (2, True), (2, False)]
-    await checks.close()
 
 
 async def test_who_joins_anew_draws_under_the_next_version_and_who_was_found_out_at_once() -> None:
-    hub, checks, _ = checked_swarm()
     begun: list[tuple[int, bool]] = []
     is_greedy = False
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         begun.append((version, draws))
         if is_greedy and draws:
-            raise EngineMismatch("a draws greedily")
+            raise EngineMismatch(f"{engine!r} draws greedily")
 
-    checks.check_logprobs_with(check)
+    hub, checks, sent_away = checked_swarm(check)
     checks.begin("a", 0)
     await asyncio.sleep(1)
     is_greedy = True
@@ -202,7 +177,8 @@ async def test_who_joins_anew_draws_under_the_next_version_and_who_was_found_out
         hub.members["a"].version = version
         checks.begin("a", version)
         await asyncio.sleep(1)
-    assert begun == [(0, True), (0, False), (1, True)] and hub.members["a"].distrust
+    assert begun == [(0, True), (0, False), (1, True)]
+    assert sent_away == ["a"] and hub.members["a"].distrust == "a draws greedily"
     for mended in (False, True):
         is_greedy = not mended
         hub.readmitted("a")
@@ -210,11 +186,9 @@ async def test_who_joins_anew_draws_under_the_next_version_and_who_was_found_out
         checks.begin("a", 1)
         await asyncio.sleep(1)
         assert begun[-1] == (1, True) and bool(hub.members["a"].distrust) is not mended
-    await checks.close()
 
 
 async def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
-    hub, checks, _ = checked_swarm()
     asked: list[int] = []
 
     async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
@@ -223,11 +197,10 @@ async def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> No
         hub.members["a"].version = 1
         raise EngineError("the call failed")
 
-    checks.check_logprobs_with(check)
+    hub, checks, _ = checked_swarm(check)
     checks.begin("a", 0)
     await asyncio.sleep(10 * AGAIN_S)
     assert asked == [0] and hub.members["a"].last_error == ""
-    await checks.close()
 
 
 async def test_a_verdict_while_the_others_are_away_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,17 +211,3 @@ async def test_a_verdict_while_the_others_are_away_ends_no_run(caplog: pytest.Lo
     assert caplog.messages == ["a is sent away: its log-probs are 0.2 nats off"]
     join(hub, ModelWorker("b"))
     assert hub.checked("b", 0) and hub.max_running > 0
-    await checks.close()
-
-
-async def test_a_member_that_fails_is_sent_away() -> None:
-    hub, checks, sent_away = checked_swarm()
-
-    async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
-        raise EngineMismatch(f"{engine!r} does not sample from the trainer's policy")
-
-    checks.check_logprobs_with(check)
-    checks.begin("a", 0)
-    await asyncio.sleep(1)
-    assert sent_away == ["a"] and hub.members["a"].distrust == "a does not sample from the trainer's policy"
-    await checks.close()

@@ -10,7 +10,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Send
 from rollover.swarm.wire.messages import Assign, Serving
 from tests.swarm.kit import LENGTH, ModelWorker, assert_crowd_is_current, head, request
-from tests.swarm.test_coordinator import beat, decoded, join, sent, with_a_call, with_a_member
+from tests.swarm.test_coordinator import beat, decodes, join, sent, with_a_call, with_a_member
 
 BEAT_S = 5.0
 
@@ -21,11 +21,6 @@ def says(hub: Coordinator, worker: ModelWorker, number: int, claimed: float, *, 
     hub.received(worker.lease, claim, number * BEAT_S)
     assert_crowd_is_current(hub)
     return hub.members[worker.name].call_tokens_per_s or 0.0
-
-
-def decodes(hub: Coordinator, worker: ModelWorker, call_id: str, num_tokens: int, now_s: float) -> None:
-    for piece in decoded(worker, call_id, num_tokens):
-        hub.received(worker.lease, piece, now_s)
 
 
 @pytest.mark.parametrize("mean_running", [1.0, 1e-9, 4.0])

@@ -98,12 +98,9 @@ def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]
     return worker.send(call_id)
 
 
-def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
-    hub, worker = with_a_member()
-    hub.published(head(1), 0.0)
-    assert hub.opened(request("g0.0", least_version=1)) == []
-    (assign,) = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
-    assert assign.least_version == 1
+def decodes(hub: Coordinator, worker: ModelWorker, call_id: str, num_tokens: int, now_s: float = 1.0) -> list[Effect]:
+    """Let a worker decode some tokens of a call, which arrive."""
+    return [e for piece in decoded(worker, call_id, num_tokens) for e in hub.received(worker.lease, piece, now_s)]
 
 
 def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> None:
@@ -140,7 +137,7 @@ def test_silence_beyond_the_lease_fails_calls_and_fences_messages() -> None:
     hub, worker = with_a_call()
     assert hub.expire(TTL_S) == []
     effects = hub.expire(TTL_S + 0.1)
-    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
+    assert [(e.call_id, e.is_displaced) for e in effects if isinstance(e, Fail)] == [("g0.0#0.", True)]
     assert sent(effects, Goodbye)[0].is_final is False
     assert hub.received(worker.lease, decoded(worker, "g0.0#0.", 5)[0], 20.0) == []
     assert hub.counters["fenced"] == 1 and hub.counters["expired_leases"] == 1 and hub.counters["late_tokens"] == 5
@@ -221,7 +218,7 @@ def test_of_several_calls_of_a_sample_the_furthest_is_resumed(
         if isinstance(effect, Send) and not isinstance(effect.message, Welcome):
             worker.got(effect.message)
     assert worker.calls.keys() == {"g0.0#9."} and hub.members["a"].held == {}
-    out = [e for m in decoded(worker, "g0.0#9.", LENGTH) for e in hub.received(worker.lease, m, 1.0)]
+    out = decodes(hub, worker, "g0.0#9.", LENGTH)
     assert tokens(out) == response("g0.0.", num_done)
     assert hub.num_running == 0
 
@@ -231,8 +228,7 @@ def test_offers_of_a_sample_that_another_member_finishes_are_released() -> None:
     join(hub, other)
     other.got(sent(hub.opened(request("g0.0", 9)), Assign)[0])
     join(hub, worker)
-    (piece,) = decoded(other, "g0.0#9.", LENGTH)
-    effects = hub.received(other.lease, piece, 1.0)
+    effects = decodes(hub, other, "g0.0#9.", LENGTH)
     assert [e.chunk.finish_reason for e in effects if isinstance(e, Deliver)] == [FinishReason.LENGTH]
     assert [(e.lease, e.message) for e in effects if isinstance(e, Send)] == [
         (worker.lease, Release(call_ids=(f"g0.0#{number}.",))) for number in range(2)
@@ -407,8 +403,7 @@ def test_what_was_lost_with_a_connection_is_told_after_the_next_greeting() -> No
 
 def test_journaled_tokens_are_acknowledged_and_the_last_ones_once() -> None:
     hub, worker = with_a_call()
-    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
-    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == []
+    assert sent(decodes(hub, worker, "g0.0#0.", LENGTH), Ack) == []
     assert sent(hub.journaled("g0.0.", 10), Ack) == [Ack(call_id="g0.0#0.", offset=10)]
     assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH, is_over=True)]
     assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [], "there is nothing left to acknowledge"
@@ -424,8 +419,7 @@ def test_a_worker_that_was_started_again_has_lost_its_calls_and_versions() -> No
 def test_tokens_that_are_not_journaled_are_acknowledged_at_once() -> None:
     hub, worker = with_a_member()
     worker.got(sent(hub.opened(request("e0", journaled=False)), Assign)[0])
-    (piece,) = decoded(worker, "e0#0.", LENGTH)
-    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == [Ack(call_id="e0#0.", offset=LENGTH, is_over=True)]
+    assert sent(decodes(hub, worker, "e0#0.", LENGTH), Ack) == [Ack(call_id="e0#0.", offset=LENGTH, is_over=True)]
 
 
 def test_an_abort_ends_at_once_what_no_member_has() -> None:
@@ -467,15 +461,8 @@ def test_what_cannot_be_true_ends_the_membership(lie: str) -> None:
     hub.published(head(1), 0.0)
     hub.received(worker.lease, worker.change(head(1)), 0.0)
     worker.got(sent(hub.opened(request("g0.0", least_version=1)), Assign)[0])
-    true = {
-        "call_id": "g0.0#0.",
-        "offset": 0,
-        "token_ids": pack_ids([5]),
-        "logprobs": pack_logprobs([-0.5]),
-        "version": 1,
-        "kv_version": 1,
-    }
-    effects = hub.received(worker.lease, Decoded(**{**true, **LIES[lie]}), 1.0)
+    (true,) = decoded(worker, "g0.0#0.", 1)
+    effects = hub.received(worker.lease, structs.replace(true, **LIES[lie]), 1.0)
     assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
     assert sent(effects, Goodbye)[0].is_final
     assert hub.max_running == 0 and hub.counters["workers_sent_away"] == 1
@@ -583,11 +570,3 @@ def test_one_connection_for_each_name() -> None:
     assert [
         (e.lease, e.message.is_final) for e in effects if isinstance(e, Send) and isinstance(e.message, Goodbye)
     ] == [(first, True)]
-
-
-def test_leaving_hands_the_calls_over() -> None:
-    hub, a = coordinator(), ModelWorker("a")
-    join(hub, a)
-    hub.opened(request("g0.0"))
-    effects = hub.received(a.lease, Leaving(reason="stopped"), 1.0)
-    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."] and hub.max_running == 0

@@ -125,14 +125,6 @@ def test_the_encoding_is_the_one_that_the_page_of_the_protocol_describes() -> No
     assert check(content(old), content(new), 2).hex() == expected.replace(" ", "")
 
 
-def test_an_encoding_for_other_weights_gives_values_of_the_right_size() -> None:
-    rng = np.random.default_rng(3)
-    old, other = random_bytes(rng, 2000), random_bytes(rng, 2000)
-    new = old.copy()
-    new[::50] ^= 1
-    assert not np.array_equal(apply(other, encode(old, new, 2), 2), new)
-
-
 # -- encodings that are none -----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Fail, Send
 from rollover.swarm.wire.messages import Assign
 from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, head, request
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join
+from tests.swarm.test_coordinator import beat, coordinator, decodes, join
 
 STEP_S = 10.0
 NOW_S = 2 * STEP_S
@@ -53,8 +53,7 @@ def test_a_phone_gets_only_calls_that_it_can_finish_in_time() -> None:
     assert swarm.opened("g2.0", due=3, num_done=LENGTH - 4) == ["phone"], "2 s of work"
     assert swarm.opened("g3.0", due=4) == ["phone"], "20 s are left"
     assert swarm.opened("g4.0") == ["phone"], "no step waits for an evaluation's, as far as is known"
-    (piece,) = decoded(swarm.server, "b0.0#0.", LENGTH)
-    assert swarm.got(swarm.hub.received(swarm.server.lease, piece, NOW_S)) == ["server"]
+    assert swarm.got(decodes(swarm.hub, swarm.server, "b0.0#0.", LENGTH, NOW_S)) == ["server"]
     assert swarm.hub.num_waiting == 1 and "g0.0#0." in swarm.server.calls
     swarm.hub.received(swarm.phone.lease, beat(2), NOW_S + 1.0)
     assert swarm.opened("g5.0", due=4) == [], "19 s are left"

@@ -13,7 +13,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Fail
 from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, Leaving
 from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, request, response
-from tests.swarm.test_coordinator import beat, coordinator, decoded, holding, join, sent
+from tests.swarm.test_coordinator import beat, coordinator, decoded, decodes, holding, join, sent
 from tests.swarm.test_moves import given, member
 
 OUT_OF_MEMORY = "the engine is out of memory"
@@ -73,8 +73,7 @@ def test_a_failing_member_gets_one_call_at_a_time_until_it_decodes() -> None:
         if trial < 2:
             fail(hub, broken, assigned[0].call_id, now_s)
     assert waited == [1.0, 2.0, 4.0]
-    (piece,) = decoded(broken, assigned[0].call_id, LENGTH - 1)
-    hub.received(broken.lease, piece, now_s)
+    decodes(hub, broken, assigned[0].call_id, LENGTH - 1, now_s)
     assert hub.members["broken"].num_failures == 0
     assert len(sent(hub.received(broken.lease, beat(999), now_s), Assign)) == 1, "there is room again for all that wait"
     assert_crowd_is_current(hub)
@@ -128,7 +127,7 @@ def test_the_calls_of_a_member_that_leaves_are_displaced() -> None:
     leaver, good = member(hub, "leaver", 100.0, room=8), member(hub, "good", 1.0, room=2)
     assert given(hub.opened(request("g0.0")), leaver, good) is leaver
     effects = hub.received(leaver.lease, Leaving(reason="stopped by its user"), 1.0)
-    assert failed(effects) == [("g0.0#0.", True)]
+    assert failed(effects) == [("g0.0#0.", True)] and hub.max_running == 2
     assert not any(isinstance(e, Changed) and e.is_warning for e in effects) and not hub.members["leaver"].num_failures
     assert given(hub.opened(request("g0.0", 1)), leaver, good) is good
 
@@ -138,20 +137,10 @@ def test_only_a_sample_that_is_lost_twice_without_a_token_is_at_fault() -> None:
     worker = member(hub, "alone", 100.0)
     for number, num_decoded in enumerate((0, 0, 3, 0)):  # each time, its process dies and is started again
         assert given(hub.opened(request("g0.0", number)), worker) is worker
-        for piece in decoded(worker, f"g0.0#{number}.", num_decoded):
-            hub.received(worker.lease, piece, 1.0)
+        decodes(hub, worker, f"g0.0#{number}.", num_decoded)
         worker = ModelWorker("alone")
         found += [is_displaced for _, is_displaced in failed(join(hub, worker))]
     assert found == [True, False, True, False]
-
-
-def test_a_lease_that_ends_is_no_failed_attempt_of_its_calls() -> None:
-    hub = coordinator()
-    dying, good = member(hub, "dying", 100.0, room=8), member(hub, "good", 1.0, room=2)
-    assert given(hub.opened(request("g0.0")), dying, good) is dying
-    hub.received(good.lease, beat(1), TTL_S + 1.0)
-    assert failed(hub.expire(TTL_S + 1.0)) == [("g0.0#0.", True)]
-    assert given(hub.opened(request("g0.0", 1)), good) is good
 
 
 def test_an_adopted_call_that_ends_at_its_earlier_limit_continues_elsewhere() -> None:
@@ -233,8 +222,7 @@ def test_a_sample_that_fails_twice_at_a_decoding_member_is_at_fault() -> None:
     for sample in ("g0.0", "g1.0"):
         assert given(hub.opened(request(sample)), worker) is worker
     assert failed(fail(hub, worker, "g0.0#0.", 1.0)) == [("g0.0#0.", True)]
-    (piece,) = decoded(worker, "g1.0#0.", 1)
-    hub.received(worker.lease, piece, 1.0)
+    decodes(hub, worker, "g1.0#0.", 1)
     assert not hub.members["alone"].num_failures
     assert given(hub.opened(request("g0.0", 1)), worker) is worker
     assert failed(fail(hub, worker, "g0.0#1.", 2.0)) == [("g0.0#1.", False)]
@@ -246,6 +234,5 @@ def test_the_tokens_of_a_log_prob_check_are_no_recovery() -> None:
     assert given(hub.opened(request("g0.0")), worker) is worker
     fail(hub, worker, "g0.0#0.", 1.0)
     assert given(hub.opened(request("check"), only="broken"), worker) is worker
-    (piece,) = decoded(worker, "check#0.", LENGTH)
-    hub.received(worker.lease, piece, 1.0)
+    decodes(hub, worker, "check#0.", LENGTH)
     assert hub.members["broken"].num_failures == 1 and hub.members["broken"].is_set_aside

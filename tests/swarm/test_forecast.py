@@ -57,12 +57,6 @@ def test_the_pace_is_that_of_the_last_steps() -> None:
     assert known.step_s == 60.0
 
 
-def test_starting_under_an_older_version_leaves_a_group_less_time() -> None:
-    deadline = pace((5, 160.0), (6, 190.0), (7, 220.0)).of_first(7, 3, 230.0)
-    assert deadline == Deadline(due_version=10, left_s=80.0, start_version=7, per_version_s=30.0)
-    assert left(deadline, 7, 6, 5, 4) == [80.0, 50.0, 20.0, 0.0]
-
-
 def test_a_started_group_has_the_same_time_at_every_member() -> None:
     deadline = pace((6, 190.0), (7, 220.0)).of_started(9, 230.0)
     assert left(deadline, 9, 7, 0) == [50.0, 50.0, 50.0]

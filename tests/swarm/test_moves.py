@@ -8,7 +8,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.wire.messages import Assign, Release
 from tests.swarm.kit import LENGTH, ModelWorker, assert_crowd_is_current, head, request, response
-from tests.swarm.test_coordinator import TTL_S, beat, coordinator, decoded, join, sent
+from tests.swarm.test_coordinator import TTL_S, beat, coordinator, decoded, decodes, join, sent
 
 
 def member(hub: Coordinator, name: str, tokens_per_s: float, *, room: int = 4) -> ModelWorker:
@@ -32,11 +32,9 @@ def test_an_idle_fast_member_takes_over_the_call_of_a_slow_one() -> None:
     fast, slow = member(hub, "fast", 100.0, room=1), member(hub, "slow", 1.0)
     assert given(hub.opened(request("g0.0")), fast, slow) is fast
     assert given(hub.opened(request("g1.0")), fast, slow) is slow
-    (piece,) = decoded(slow, "g1.0#0.", 3)
-    hub.received(slow.lease, piece, 1.0)
+    decodes(hub, slow, "g1.0#0.", 3)
     assert hub.move_calls(2.0) == [], "there is no room at the fast one"
-    (piece,) = decoded(fast, "g0.0#0.", LENGTH)
-    hub.received(fast.lease, piece, 3.0)
+    decodes(hub, fast, "g0.0#0.", LENGTH, 3.0)
     effects = hub.move_calls(4.0)
     (failed,) = [e for e in effects if isinstance(e, Fail)]
     assert failed.call_id == "g1.0#0." and "slow would have taken another" in failed.reason
@@ -44,8 +42,7 @@ def test_an_idle_fast_member_takes_over_the_call_of_a_slow_one() -> None:
     (late,) = decoded(slow, "g1.0#0.", 4)
     assert hub.received(slow.lease, late, 5.0) == [], "what it still says is of no use to anybody"
     assert given(hub.opened(request("g1.0", 1, num_done=3)), fast, slow) is fast
-    (piece,) = decoded(fast, "g1.0#1.", LENGTH)
-    (out,) = [e for e in hub.received(fast.lease, piece, 6.0) if isinstance(e, Deliver)]
+    (out,) = [e for e in decodes(hub, fast, "g1.0#1.", LENGTH, 6.0) if isinstance(e, Deliver)]
     assert out.chunk.token_ids == response("g1.0.", 3)
     assert hub.counters["moved_calls"] == 1 and not hub.members["slow"].distrust
     assert_crowd_is_current(hub)
@@ -59,8 +56,7 @@ def test_the_longest_calls_move_first_and_only_as_many_as_fit() -> None:
     assert busy == [fast, fast]
     holders = {f"g{i}.0#0.": given(hub.opened(request(f"g{i}.0")), *slow) for i in range(16)}
     for i in range(2):
-        (piece,) = decoded(fast, f"b{i}#0.", LENGTH)
-        hub.received(fast.lease, piece, 1.0)
+        decodes(hub, fast, f"b{i}#0.", LENGTH)
     moved = [e.call_id for e in hub.move_calls(2.0) if isinstance(e, Fail)]
     assert len(moved) == 2 and {holders[call_id].name for call_id in moved} == {"slow3"}
 
@@ -71,8 +67,7 @@ def test_a_call_is_moved_only_where_that_is_worth_it(why: str) -> None:
     fast, slow = member(hub, "fast", 100.0, room=1), member(hub, "slow", 30.0 if why == "little to gain" else 1.0)
     assert given(hub.opened(request("b0")), fast, slow) is fast
     assert given(hub.opened(request("g0.0")), fast, slow) is slow
-    (piece,) = decoded(fast, "b0#0.", LENGTH)
-    hub.received(fast.lease, piece, 1.0)
+    decodes(hub, fast, "b0#0.", LENGTH)
     if why == "disconnected":
         hub.disconnected(slow.lease, 1.0)
     if why == "aborted":
@@ -97,8 +92,7 @@ def test_a_member_that_decodes_nothing_loses_its_calls_after_a_lease() -> None:
     mute, other = member(hub, "mute", 1000.0, room=1), member(hub, "other", 50.0)
     assert given(hub.opened(request("g0.0")), mute, other) is mute
     assert hub.move_calls(1.0) == [] and hub.move_calls(TTL_S - 1.0) == []
-    (piece,) = decoded(mute, "g0.0#0.", 1)
-    hub.received(mute.lease, piece, TTL_S)
+    decodes(hub, mute, "g0.0#0.", 1, TTL_S)
     assert hub.move_calls(TTL_S + 1.0) == [], "a token has come"
     assert hub.move_calls(2 * TTL_S - 1.0) == []
     (failed,) = [e for e in hub.move_calls(2 * TTL_S) if isinstance(e, Fail)]
@@ -134,8 +128,7 @@ def test_a_call_that_stood_still_moves_as_soon_as_there_is_room() -> None:
     assert given(hub.opened(request("g1.0")), mute, other) is other
     for seconds in range(100):
         assert hub.move_calls(float(seconds)) == []
-    (piece,) = decoded(other, "g1.0#0.", LENGTH)
-    hub.received(other.lease, piece, 100.0)
+    decodes(hub, other, "g1.0#0.", LENGTH, 100.0)
     assert [e.call_id for e in hub.move_calls(101.0) if isinstance(e, Fail)] == ["g0.0#0."]
 
 

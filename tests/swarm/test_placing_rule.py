@@ -17,7 +17,6 @@ from rollover.swarm.coordinator.machine.placing.rule import (
     Crowd,
     MemberFacts,
     choose,
-    counts_as_attempt,
     pause_s,
 )
 
@@ -163,22 +162,3 @@ def test_of_any_crowd_the_rule_chooses_as_by_looking_at_each_member(
 
 def test_a_member_is_set_aside_for_twice_as_long_each_time() -> None:
     assert [pause_s(n) for n in (0, 1, 2, 5, 6, 10**6)] == [1.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-
-
-@pytest.mark.parametrize(
-    ("has_failed_before", "num_failures", "fails_alone", "is_alone", "expected"),
-    [
-        pytest.param(False, 0, True, True, False, id="its first failure"),
-        pytest.param(True, 0, True, False, True, id="again, at a member that decodes other calls"),
-        pytest.param(True, 3, False, True, False, id="at a member that fails every call"),
-        pytest.param(True, 3, True, False, False, id="no other call is there, but other members may come"),
-        pytest.param(True, 3, True, True, True, id="no other call, and no other member"),
-    ],
-)
-def test_which_failures_count_as_attempts_of_their_sample(
-    has_failed_before: bool, num_failures: int, fails_alone: bool, is_alone: bool, expected: bool
-) -> None:
-    counts = counts_as_attempt(
-        has_failed_before=has_failed_before, num_failures=num_failures, fails_alone=fails_alone, is_alone=is_alone
-    )
-    assert counts == expected

@@ -28,10 +28,6 @@ def test_a_sealed_key_opens_for_its_member_alone(
         assert keys.opened(member, forged) is None
 
 
-def test_a_sealed_key_begins_with_the_sample_key() -> None:
-    assert SampleKeys(bytes(32)).sealed("laptop", "g4.1.") == "g4.1.~J5KK-bD79abiuHqvfKR4_w"
-
-
 def test_the_secret_is_that_of_the_publishers_key_and_survives_a_restart(tmp_path: Path) -> None:
     first = secret_of(open_key(tmp_path / "publisher.key"), "samples")
     assert secret_of(open_key(tmp_path / "publisher.key"), "samples") == first

@@ -6,7 +6,7 @@ from rollover.swarm.coordinator.machine.effects import Changed
 from rollover.swarm.coordinator.status.snapshot import swarm_status
 from rollover.swarm.wire.messages import NotServing
 from tests.swarm.kit import ModelWorker, head, request
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join, with_a_member
+from tests.swarm.test_coordinator import beat, coordinator, decodes, join, with_a_member
 
 
 def test_a_worker_is_shown_with_its_calls_and_tokens() -> None:
@@ -15,8 +15,7 @@ def test_a_worker_is_shown_with_its_calls_and_tokens() -> None:
     for i, num_done in enumerate((0, 7, 3)):
         for effect in hub.opened(request(f"g{i}.0", num_done=num_done)):
             worker.got(effect.message)  # type: ignore[union-attr]
-    for piece in decoded(worker, "g0.0#0.", 5):
-        hub.received(worker.lease, piece, 1.0)
+    decodes(hub, worker, "g0.0#0.", 5)
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.state, seen.num_calls, seen.num_decoded) == ("ready", 3, 5)
 

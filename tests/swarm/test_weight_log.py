@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Effect, ServesAnew
-from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.machine.effects import ServesAnew
 from rollover.swarm.coordinator.status.board import WeightLog
 from rollover.swarm.publication.publications import PublishedWeights
 from rollover.swarm.wire.messages import Serving
-from tests.swarm.kit import VOCAB, ModelWorker, head
+from tests.swarm.kit import ModelWorker, coordinator, head
+from tests.swarm.test_coordinator import join
 
 
 def publication(version: int, wire_bytes: int = 100) -> PublishedWeights:
@@ -76,17 +75,10 @@ def test_a_record_that_cannot_be_written_costs_only_itself(tmp_path: Path, caplo
 
 
 def test_the_coordinator_tells_of_a_version_once_for_each_member() -> None:
-    identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
-    coordinator = Coordinator(identity, head(3), ttl_s=10.0, exact=False, checks=False)
-    worker = ModelWorker("laptop")
-    coordinator.connected("laptop", worker.hello(), 0.0)
-    lease = coordinator.last_lease
-    worker.served[3] = head(3)
-    told: list[Effect] = []
-    for message in (serving(3), serving(3)):  # said twice, since the first may have been lost
-        told += coordinator.received(lease, message, 1.0)
-    coordinator.published(head(4), 0.0)
-    told += coordinator.received(lease, serving(4, wire_bytes=7), 2.0)
-    anew = [effect for effect in told if isinstance(effect, ServesAnew)]
-    assert [(effect.member, effect.serving.version) for effect in anew] == [("laptop", 3), ("laptop", 4)]
-    assert anew[1].serving.wire_bytes == 7
+    hub, worker = coordinator(), ModelWorker("laptop")
+    told = join(hub, worker)
+    told += hub.received(worker.lease, serving(0), 1.0)  # said twice, since the first may have been lost
+    hub.published(head(1), 0.0)
+    told += hub.received(worker.lease, serving(1, wire_bytes=7), 2.0)
+    anew = [(e.member, e.serving.version, e.serving.wire_bytes) for e in told if isinstance(e, ServesAnew)]
+    assert anew == [("laptop", 0, 0), ("laptop", 1, 7)]

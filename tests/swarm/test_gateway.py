@@ -192,6 +192,7 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
     ("frame", "says"),
     [
         (b"", "a frame begins with nothing"),
+        (b"\x07abc", "a frame begins with 07"),
         (b"\x00\xc1", "a frame of 2 bytes cannot be read"),
         (b"\x01nonsense", "cannot be read"),
         (b"\x00" + b"\x91" * 100_000, "cannot be read"),

@@ -46,12 +46,10 @@ async def test_a_worker_decodes_on_through_a_cut_and_is_asked_for_the_rest(bench
     await bench.until(lambda: len(bench.engine.requests) == 2)
     await link.cut()
     await bench.engine.tick(10)
-    back = await bench.again()
+    back = await bench.member_again(head(0))
     assert back.hello.run_id == "sums" and back.hello.served == (head(0),)
     held = {call.call_id: (call.start, call.end, call.is_running) for call in back.hello.held}
     assert held == {"a": (4, 16, True), "b": (0, 10, True)}
-    await back.welcome(head(0))
-    await back.serving(0)
     for call in back.hello.held:
         await back.adopt(call, offset=len(bench.coordinator.tokens.get(call.call_id, {})))
     await bench.engine.tick(40)
@@ -66,9 +64,7 @@ async def test_nothing_is_sent_of_a_held_call_until_somebody_asks_for_it(bench: 
     link = await bench.decoding(0, assign("a"), assign("b"))
     await link.cut()
     await bench.engine.tick(8)
-    back = await bench.again()
-    await back.welcome(head(1, 2), epoch=2)
-    await back.serving(1)
+    back = await bench.member_again(head(1, 2), epoch=2)
     await back.send(Release(call_ids=("b",)))
     await back.adopt(back.hello.held[0], as_id="a2")
     await bench.engine.tick(40)
@@ -76,8 +72,7 @@ async def test_nothing_is_sent_of_a_held_call_until_somebody_asks_for_it(bench: 
     assert {message.call_id for message in back.all(Decoded)} == {"a2"}
     assert bench.coordinator.response("a2") == tokens(7, 0, 8) + tokens(7, 8, 40, 1)
     assert bench.engine.stats().num_running == 0
-    third = back
-    await third.cut()
+    await back.cut()
     last = await bench.again()
     assert [call.call_id for call in last.hello.held] == ["a2"]
     assert last.hello.run_epoch == 2
@@ -127,26 +122,13 @@ async def test_a_run_that_went_back_to_an_older_checkpoint_is_served_from_there(
     link = await bench.decoding(5, version=8)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
     await link.cut()
-    back = await bench.again()
-    await back.welcome(head(5, 2), epoch=2)
-    serving = await back.serving(5)
+    back = await bench.member_again(head(5, 2), epoch=2)
+    (serving,) = back.all(Serving)  # nothing of the version that this coordinator does not know
     assert serving.manifest == head(5, 2).manifest
-    assert back.all(Serving) == [serving]  # nothing of the version that this coordinator does not know
     assert bench.engine.events == [("pause", 0), ("load", 5), ("resume", 5)]
     await back.adopt(back.hello.held[0], offset=5)
     assert await back.ended("a") == "failed: the run went back to version 5"
     assert set(bench.coordinator.versions["a"].values()) == {8}
-
-
-@with_worker()
-async def test_an_older_epoch_of_the_run_is_not_served(bench: Bench) -> None:
-    await (await bench.member(head(5), epoch=3)).cut()
-    back = await bench.again()
-    await back.welcome(head(9), epoch=2)
-    await back.until(lambda: back.is_closed)
-    await bench.until(lambda: any("an old coordinator must still be running" in line for line in bench.lines))
-    assert bench.engine.version == 5
-    await bench.member_again(head(6), epoch=3)
 
 
 @with_worker()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollover.engine.kind import OpenedEngine
+from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import EngineError, ResourceError
 from rollover.swarm.wire.messages import Decoded, Heartbeat, Leaving, NotServing, Serving
 from rollover.swarm.worker.calls import WorkerCalls
@@ -15,14 +16,7 @@ from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineBroken, EngineHost
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
-from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens, with_worker
-
-
-async def serving_after(bench: Bench, link: Link, version: int) -> None:
-    """Let the back-off pass until the worker serves a version."""
-    while not [message for message in link.all(Serving) if message.version == version]:
-        await bench.clock.move(0.5)
-        await asyncio.sleep(0)
+from tests.swarm.worker_kit import Bench, FakeFetched, assign, head, length_of, tokens, with_worker
 
 
 class Stuck(FakeEngine):
@@ -61,7 +55,7 @@ async def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(
     assert bench.coordinator.response("a") == tokens(7, 0, 6)
     assert set(bench.coordinator.versions["a"].values()) == {0}
     bench.engine.goes_on.set()  # type: ignore[attr-defined]
-    await serving_after(bench, link, 1)
+    await bench.serving_after(link, 1)
 
 
 class Late(FakeEngine):
@@ -101,15 +95,15 @@ class Frozen(FakeEngine):
 async def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(bench: Bench) -> None:
     link = await bench.member(head(0))
     await link.send(head(1))
-    error = await bench.failure()
-    assert isinstance(error, EngineBroken)
+    error = await bench.failure(EngineBroken)
     assert str(error) == "the engine was paused for new weights and cannot be resumed: the device is lost"
     assert [message.version for message in link.all(Serving)] == [0]
 
 
-def test_a_full_disk_leaves_servers_with_the_old_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollover.engine.servers.vllm.config import VLLMConfig
-
+@with_worker(engine=VLLMConfig(urls=("http://one",)))
+async def test_a_full_disk_leaves_servers_with_the_old_model_folder(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, full = FakeFetched.write_folder, ResourceError("no space left on the disk of '/cache'; make room")
 
     def refuse(fetched: FakeFetched, root: Path) -> Path:
@@ -118,23 +112,15 @@ def test_a_full_disk_leaves_servers_with_the_old_model_folder(tmp_path: Path, mo
         return write(fetched, root)
 
     monkeypatch.setattr(FakeFetched, "write_folder", refuse)
-
-    async def main() -> None:
-        bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",)))
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(head(1))
-            assert (await link.first(NotServing)).reason == str(full)
-            assert bench.engine.events == []
-            await link.send(head(2))
-            await link.serving(2)
-
-    run(main())
+    link = await bench.member(head(0))
+    await link.send(head(1))
+    assert (await link.first(NotServing)).reason == str(full)
+    assert bench.engine.events == []
+    await link.send(head(2))
+    await link.serving(2)
 
 
 async def test_the_folder_on_which_servers_are_started_stays(tmp_path: Path) -> None:
-    from rollover.engine.servers.vllm.config import VLLMConfig
-
     bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",), weights_dir=str(tmp_path / "shared")))
     folders: list[Path | None] = []
 
@@ -189,9 +175,7 @@ async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Be
 @with_worker(make_engine=Away)
 async def test_a_worker_without_servers_ends_when_it_is_stopped(bench: Bench) -> None:
     await without_servers(bench)
-    bench.made.stop("Ctrl-C")
-    assert bench.running is not None
-    await bench.running
+    await bench.stopped()
 
 
 @with_worker(make_engine=Away)
@@ -199,15 +183,12 @@ async def test_a_worker_whose_servers_stay_away_leaves_with_the_reason(bench: Be
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]
     await bench.clock.move(11.0)
-    error = await bench.failure()
-    assert isinstance(error, EngineBroken)
+    error = await bench.failure(EngineBroken)
     assert str(error) == f"the engine no longer answers: {bench.engine.why}"  # type: ignore[attr-defined]
     assert link.all(Leaving) == [Leaving(reason=str(error))]
 
 
 async def test_restarted_servers_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
-    from rollover.engine.servers.vllm.config import VLLMConfig
-
     class Starting(Away):
         num_asked = 0
 

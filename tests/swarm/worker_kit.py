@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import inspect
@@ -55,6 +56,8 @@ from tests.speed import within
 
 T = TypeVar("T")
 M = TypeVar("M")
+E = TypeVar("E", bound=BaseException)
+Law = Callable[..., Coroutine[Any, Any, None]]
 DEADLINE_S = within(30.0)
 TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key())
 
@@ -138,15 +141,10 @@ class FakeFetcher:
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_closed = False
-        self.num_cancelled = 0
 
     async def fetch(self, head: Head, urls: Sequence[str], *, run_epoch: int, deadline_s: float) -> FakeFetched:
         self.asked.append((head, tuple(urls), run_epoch))
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
+        await self.gate.wait()
         if self.failures:
             raise self.failures.pop(0)
         return FakeFetched(head)
@@ -401,41 +399,48 @@ class Bench:
         await link.serving(head_.version)
         return link
 
+    async def serving_after(self, link: Link, version: int) -> None:
+        """Let the back-off pass until the worker serves a version."""
+        while not [message for message in link.all(Serving) if message.version == version]:
+            await self.clock.move(0.5)
+            await asyncio.sleep(0)
+
     async def until(self, condition: Callable[[], T]) -> T:
         while not (value := condition()):
             await asyncio.sleep(0)
         return value
 
-    async def failure(self) -> BaseException:
-        """Return what has ended the worker."""
+    async def failure(self, kind: type[E]) -> E:
+        """Return the error that has ended the worker."""
         assert self.running is not None
         while not self.running.done():
             await self.clock.move(1.0)
             await asyncio.wait((self.running,), timeout=0.01)
         error = self.running.exception()
-        assert error is not None
+        assert isinstance(error, kind)
         return error
 
+    async def stopped(self, reason: str = "stopped by its user") -> None:
+        """Stop the worker and wait for its end."""
+        self.made.stop(reason)
+        assert self.running is not None
+        await self.running
 
-def with_worker(
-    make_engine: Callable[[], Any] | None = None, **config: Any
-) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+
+def with_worker(make_engine: Callable[[], Any] | None = None, **config: Any) -> Callable[[Law], Law]:
     """Make a test of a coroutine that takes a bench whose worker joins, and the test's parameters."""
 
-    def decorate(law: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        def test(tmp_path: Path, **given: Any) -> None:
-            async def main() -> None:
-                bench = Bench(tmp_path, **config)
-                bench.make_engine = make_engine or bench.make_engine
-                async with bench.joined():
-                    await law(bench, **given)
-
-            run(main())
+    def decorate(law: Law) -> Law:
+        @functools.wraps(law)
+        async def test(tmp_path: Path, **given: Any) -> None:
+            bench = Bench(tmp_path, **config)
+            bench.make_engine = make_engine or bench.make_engine
+            async with bench.joined():
+                await law(bench, **given)
 
         _, *others = inspect.signature(law).parameters.values()
         tmp_path = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([tmp_path, *others])  # type: ignore[attr-defined]
-        test.__name__, test.__module__ = law.__name__, law.__module__
         return test
 
     return decorate
@@ -447,10 +452,6 @@ def acked(call_id: str, offset: int) -> Ack:
 
 def length_of(request: GenerateRequest) -> int:
     return 1000
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(coroutine)
 
 
 def tokens(seed: int, start: int, end: int, version: int = 0) -> tuple[int, ...]:

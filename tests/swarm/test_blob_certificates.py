@@ -14,8 +14,7 @@ from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.joining import open_downloads
 from tests.swarm.certificates import make_certificate
-from tests.swarm.test_download import store_blobs
-from tests.swarm.weights_kit import BlobServer, serving
+from tests.swarm.weights_kit import BlobServer, serving, store_blobs
 from tests.swarm.worker_kit import TOKEN
 
 Certificate = tuple[str, str]

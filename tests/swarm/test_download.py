@@ -12,27 +12,10 @@ from typing import Any
 
 import pytest
 
-from rollover.swarm.publication.blobs import BlobFolder
-from rollover.swarm.publication.download import BlobDownloads, BlobMissing
-from rollover.swarm.publication.manifest import BlobRef
-from tests.swarm.weights_kit import BlobServer, serving, whole
+from rollover.swarm.publication.download import BlobMissing
+from tests.swarm.weights_kit import BlobServer, answering, download, open_downloads, serving, store_blobs, whole
 
 LARGE = random.Random(5).randbytes(6 * 2**20)
-
-
-@asynccontextmanager
-async def open_downloads(folder: Path, *urls: str, **options: Any) -> AsyncIterator[BlobDownloads]:
-    downloads = BlobDownloads(BlobFolder(folder), backoff_s=0.001, **options)
-    downloads.use(urls)
-    try:
-        yield downloads
-    finally:
-        await downloads.close()
-
-
-def store_blobs(folder: Path, *contents: bytes) -> list[BlobRef]:
-    blobs = BlobFolder(folder)
-    return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
 
 
 async def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) -> None:
@@ -49,9 +32,8 @@ async def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) 
 
     with serving(tmp_path / "blobs", cached) as server:
         for name in ("first", "second"):
-            async with open_downloads(tmp_path / name, server.url, say=said.append) as downloads:
-                await downloads.get([blob])
-                assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
+            await download(tmp_path / name, [blob], server.url, say=said.append)
+            assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
     assert [h.get("cache-control") for h in server.headers] == [None, "no-cache", None]
     (line,) = said
     assert line.startswith(f"{server.url} has sent a damaged blob, which is fetched again: ")
@@ -59,13 +41,9 @@ async def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) 
 
 async def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
-
-    def other(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        return whole(b"wejghts", start)
-
-    with serving(tmp_path / "blobs", other) as bad, serving(tmp_path / "blobs") as good:
-        async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
-            await downloads.get([blob])
+    other = whole(b"wejghts")
+    with serving(tmp_path / "blobs", lambda *asked: other) as bad, serving(tmp_path / "blobs") as good:
+        await download(tmp_path / "worker", [blob], bad.url, good.url)
     assert bad.num_asked == 2 and good.num_asked == 1
 
 
@@ -73,8 +51,7 @@ async def test_a_source_that_goes_on_sending_something_else_is_left_for_another(
 async def test_a_url_that_cannot_be_asked_is_left_for_another(tmp_path: Path, url: str) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     with serving(tmp_path / "blobs") as good:
-        async with open_downloads(tmp_path / "worker", url, good.url) as downloads:
-            await downloads.get([blob])
+        await download(tmp_path / "worker", [blob], url, good.url)
     assert good.num_asked == 1
 
 
@@ -88,21 +65,8 @@ async def test_a_blob_cut_short_at_one_source_comes_from_another(tmp_path: Path,
         return whole(half, start) if says_its_length else (200, {"Connection": "close"}, half)
 
     with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
-        async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
-            await downloads.get([blob])
-            assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
-
-
-async def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> None:
-    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
-
-    def breaks_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        return 200, {"Content-Length": str(len(content))}, content[:1000]
-
-    with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
-        async with open_downloads(tmp_path / "worker", first.url, second.url) as downloads:
-            await downloads.get([blob])
-    assert [start for _, start in second.asked] == [1000]
+        await download(tmp_path / "worker", [blob], bad.url, good.url)
+        assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
 
 
 async def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Path) -> None:
@@ -149,11 +113,7 @@ async def test_a_blob_is_gone_when_its_home_says_so(
 ) -> None:
     """A bucket that may be read by names alone answers 403 for a name that it does not have."""
     rounds = 5
-
-    def says(status: int) -> Any:
-        return lambda server, digest, content, start: (status, {"Content-Length": "0"}, b"")
-
-    with serving(tmp_path, says(relay_says)) as relay, serving(tmp_path, says(home_says)) as home:
+    with serving(tmp_path, answering(relay_says)) as relay, serving(tmp_path, answering(home_says)) as home:
         async with open_downloads(tmp_path / "worker", relay.url, home.url) as downloads:
             missing = asyncio.create_task(downloads.manifest("0" * 64))
             while not missing.done() and home.num_asked < rounds:
@@ -172,23 +132,18 @@ async def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Pat
     with serving(tmp_path / "blobs") as server:
         for seed in (1, 2, 1):
             options: dict[str, Any] = {"random": random.Random(seed), "max_parallel": 1}
-            async with open_downloads(tmp_path / f"worker{server.num_asked}", server.url, **options) as downloads:
-                await downloads.get(blobs)
+            await download(tmp_path / f"worker{server.num_asked}", blobs, server.url, **options)
     first, second, third = (server.asked[30 * n : 30 * (n + 1)] for n in range(3))
     assert first == third and {*first} == {*second} and first[:4] != second[:4]
 
 
 async def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", *(bytes([i]) * 10 for i in range(8)))
-    is_well, said = True, list[str]()
-
-    def failing(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        return None if is_well else (503, {"Content-Length": "0"}, b"")
-
-    with serving(tmp_path / "blobs", failing) as relay, serving(tmp_path / "blobs") as home:
+    said: list[str] = []
+    with serving(tmp_path / "blobs") as relay, serving(tmp_path / "blobs") as home:
         async with open_downloads(tmp_path / "worker", relay.url, home.url, say=said.append) as downloads:
-            for well in (False, True, False):
-                is_well = well
+            for fault in (answering(503), None, answering(503)):
+                relay.fault = fault
                 downloads._away_until_s.clear()
                 for blob in (blobs.pop(), blobs.pop()):
                     await downloads.get([blob])
@@ -203,8 +158,7 @@ async def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> 
     said: list[str] = []
 
     with serving(tmp_path / "empty") as cache, serving(tmp_path / "blobs") as home:
-        async with open_downloads(tmp_path / "worker", cache.url, home.url, say=said.append) as downloads:
-            await downloads.get([blob])
+        await download(tmp_path / "worker", [blob], cache.url, home.url, say=said.append)
     assert cache.num_asked == 1 and not said
 
 

@@ -7,8 +7,6 @@ import random
 import ssl
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ import pytest
 import websockets
 
 from rollover.swarm.publication.blobs import BlobFolder
-from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.wire.messages import PROTOCOL, SUBPROTOCOL, Goodbye, Hello, decode_down, encode
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
 from tests.swarm.http_kit import greeting
 from tests.swarm.nginx_kit import Nginx, needs_nginx, relay
-from tests.swarm.weights_kit import BlobServer, serving
+from tests.swarm.weights_kit import BlobServer, download, open_downloads, serving, store_blobs, whole
 
 pytestmark = needs_nginx
 
@@ -33,36 +30,21 @@ CONTENTS = [random.Random(seed).randbytes(3 * MB + 1000 * (seed + 1)) for seed i
 DEADLINE_S = within(60.0)
 
 
-def store(folder: Path, *contents: bytes) -> list[BlobRef]:
-    blobs = BlobFolder(folder)
-    return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
-
-
 @pytest.fixture
 def blobs(tmp_path: Path) -> list[BlobRef]:
-    return store(tmp_path / "home", *CONTENTS)
-
-
-def run(law: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await law()
-
-    asyncio.run(main())
+    return store_blobs(tmp_path / "home", *CONTENTS)
 
 
 def home_of(server: BlobServer) -> str:
     return server.url.replace("/blobs", "/v1/blobs")
 
 
-@asynccontextmanager
-async def worker(folder: Path, *urls: str, **options: Any) -> AsyncIterator[BlobDownloads]:
-    downloads = BlobDownloads(BlobFolder(folder), **{"backoff_s": 0.01, **options})
-    downloads.use(urls)
-    try:
-        yield downloads
-    finally:
-        await downloads.close()
+async def fetch(folder: Path, blobs: list[BlobRef], *urls: str, **options: Any) -> list[str]:
+    """Have a worker fetch blobs, which come whole. Returns what it says."""
+    said: list[str] = []
+    await download(folder, blobs, *urls, say=said.append, **options)
+    assert_whole(folder, blobs)
+    return said
 
 
 def assert_whole(folder: Path, blobs: list[BlobRef]) -> None:
@@ -82,14 +64,9 @@ def flip_a_bit(nginx: Nginx, inside: bytes) -> None:
 
 
 async def test_any_number_of_workers_cost_the_trainer_each_byte_once(tmp_path: Path, blobs: list[BlobRef]) -> None:
-    async def fetch(name: str) -> None:
-        async with worker(tmp_path / name, between.url) as downloads:
-            await downloads.get(blobs)
-        assert_whole(tmp_path / name, blobs)
-
     with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        await asyncio.gather(*(fetch(name) for name in "abc"))
-        await fetch("late")
+        await asyncio.gather(*(fetch(tmp_path / name, blobs, between.url) for name in "abc"))
+        await fetch(tmp_path / "late", blobs, between.url)
         assert {*Counter(home.asked).values()} == {1}
         assert {start for _, start in home.asked} == {0, 2 * MB}
 
@@ -129,15 +106,13 @@ async def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: P
     def stops(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         if digest != blobs[0].digest or start < 2 * MB or killed.is_set():
             return None
-        part = content[start:]
-        last = len(content) - 1
-        headers = {"Content-Length": str(len(part)), "Content-Range": f"bytes {start}-{last}/{len(content)}"}
+        status, headers, part = whole(content, start)
         arrived.set()
-        return 206, headers, [part[:1000], lambda: killed.wait(DEADLINE_S), part[1000:]]
+        return status, headers, [part[:1000], lambda: killed.wait(DEADLINE_S), part[1000:]]
 
     with serving(tmp_path / "home", stops) as trainer, serving(tmp_path / "home") as home:
         with relay(tmp_path / "relay", home_of(trainer)) as between:
-            async with worker(tmp_path / "a", between.url, home.url) as downloads:
+            async with open_downloads(tmp_path / "a", between.url, home.url) as downloads:
                 fetching = asyncio.create_task(downloads.get(blobs[:1]))
                 partial = tmp_path / "a" / f".partial-{blobs[0].digest}"
                 await asyncio.to_thread(arrived.wait, DEADLINE_S)
@@ -150,59 +125,40 @@ async def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: P
                 downloads._away_until_s.clear()
                 await downloads.get(blobs)
                 assert_whole(tmp_path / "a", blobs)
-            async with worker(tmp_path / "b", between.url) as downloads:
-                await downloads.get(blobs)
-            assert_whole(tmp_path / "b", blobs)
+            await fetch(tmp_path / "b", blobs, between.url)
         assert home.asked[0][1] >= 2 * MB, "it went on where the relay had stopped"
 
 
 async def test_a_flipped_bit_in_the_cache_is_found_out_and_mended(tmp_path: Path, blobs: list[BlobRef]) -> None:
-    async def fetch(name: str) -> list[str]:
-        said: list[str] = []
-        async with worker(tmp_path / name, between.url, say=said.append) as downloads:
-            await downloads.get(blobs)
-        assert_whole(tmp_path / name, blobs)
-        return said
-
     with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        assert not await fetch("first")
+        assert not await fetch(tmp_path / "first", blobs, between.url)
         flip_a_bit(between, CONTENTS[0][MB + 7 : MB + 39])
-        (line,) = await fetch("second")
+        (line,) = await fetch(tmp_path / "second", blobs, between.url)
         assert "has sent a damaged blob" in line
-        assert not await fetch("third")
+        assert not await fetch(tmp_path / "third", blobs, between.url)
 
 
 async def test_what_is_not_there_yet_is_asked_for_again(tmp_path: Path) -> None:
     """The relay was asked too early, by a worker that heard of the new head before the blob had come."""
-    (blob,) = store(tmp_path / "elsewhere", CONTENTS[0])
+    (blob,) = store_blobs(tmp_path / "elsewhere", CONTENTS[0])
     (tmp_path / "home").mkdir()
 
     with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"{between.url}/{blob.digest}")).status_code == 404
-        store(tmp_path / "home", CONTENTS[0])
-        async with worker(tmp_path / "a", between.url) as downloads:
-            await downloads.get([blob])
+        store_blobs(tmp_path / "home", CONTENTS[0])
+        await download(tmp_path / "a", [blob], between.url)
 
 
-def test_what_a_relay_has_it_gives_while_the_trainer_is_away(tmp_path: Path, blobs: list[BlobRef]) -> None:
-    async def fetch(name: str, wanted: list[BlobRef]) -> None:
-        async with worker(tmp_path / name, between.url) as downloads:
-            await downloads.get(wanted)
-        assert_whole(tmp_path / name, wanted)
-
+async def test_what_a_relay_has_it_gives_while_the_trainer_is_away(tmp_path: Path, blobs: list[BlobRef]) -> None:
     with serving(tmp_path / "home") as home:
         folder, trainer = tmp_path / "relay", home_of(home)
         with relay(folder, trainer) as between:
-            run(lambda: fetch("a", blobs))
+            await fetch(tmp_path / "a", blobs, between.url)
     with relay(folder, trainer) as between:  # a relay that was restarted still has its cache
-        run(lambda: fetch("b", blobs))
-
-        async def law() -> None:
-            async with httpx.AsyncClient(trust_env=False) as http:
-                assert (await http.get(f"{between.url}/{'0' * 64}")).status_code == 502
-
-        run(law)
+        await fetch(tmp_path / "b", blobs, between.url)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"{between.url}/{'0' * 64}")).status_code == 502
 
 
 @pytest.mark.parametrize("token", [None, "rw1.relay.secret"])
@@ -222,9 +178,7 @@ async def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
             nobody = await http.get(f"{between.url}/{blobs[0].digest}")
             assert nobody.status_code == (401 if token is None else 200)
         headers = {between.url: "Bearer rw1.worker.secret"}
-        async with worker(tmp_path / "a", between.url, authorization=headers) as downloads:
-            await downloads.get(blobs)
-        assert_whole(tmp_path / "a", blobs)
+        await fetch(tmp_path / "a", blobs, between.url, authorization=headers)
 
 
 async def test_sessions_and_blobs_pass_a_relay_with_tls_on_both_sides(tmp_path: Path, blobs: list[BlobRef]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollover.swarm.publication.manifest import PublicationManifest, open_manifest
+from rollover.swarm.publication.blobs import BlobFolder
+from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.manifest import BlobRef, PublicationManifest, open_manifest
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from rollover.weights.sources import MemoryWeights
-from tests.speed import within
 from tests.swarm.http_kit import QuietHandler, http_server
 
 Weights = dict[str, torch.Tensor]
@@ -105,8 +105,6 @@ class BlobServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     """Of each request, by name in small letters."""
     fault: Answer | None = None
-    gate: threading.Event | None = None
-    """Answers wait for it."""
 
     @property
     def num_asked(self) -> int:
@@ -125,14 +123,16 @@ def whole(content: bytes, start: int = 0, end: int | None = None) -> tuple[int, 
     return 206, headers, part
 
 
+def answering(status: int) -> Answer:
+    """Answer everything with this status."""
+    return lambda server, digest, content, start: (status, {"Content-Length": "0"}, b"")
+
+
 @contextmanager
 def serving(
-    folder: Path,
-    fault: Answer | None = None,
-    gate: threading.Event | None = None,
-    certificate: tuple[str, str] | None = None,
+    folder: Path, fault: Answer | None = None, certificate: tuple[str, str] | None = None
 ) -> Iterator[BlobServer]:
-    blobs = BlobServer(folder=folder, fault=fault, gate=gate)
+    blobs = BlobServer(folder=folder, fault=fault)
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
@@ -142,8 +142,6 @@ def serving(
             blobs.asked.append((digest, start))
             blobs.headers.append({name.lower(): value for name, value in self.headers.items()})
             blobs.authorized.append(self.headers.get("Authorization"))
-            if blobs.gate is not None:
-                blobs.gate.wait(within(20))
             path = folder / digest
             content = path.read_bytes() if path.exists() else None
             answer = blobs.fault(blobs, digest, content or b"", start) if blobs.fault is not None else None
@@ -169,8 +167,25 @@ def serving(
 
     with http_server(Handler, certificate) as url:
         blobs.url = f"{url}/blobs"
-        try:
-            yield blobs
-        finally:
-            if gate is not None:
-                gate.set()
+        yield blobs
+
+
+def store_blobs(folder: Path, *contents: bytes) -> list[BlobRef]:
+    blobs = BlobFolder(folder)
+    return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
+
+
+@asynccontextmanager
+async def open_downloads(folder: Path, *urls: str, **options: Any) -> AsyncIterator[BlobDownloads]:
+    downloads = BlobDownloads(BlobFolder(folder), **{"backoff_s": 0.001, **options})
+    downloads.use(urls)
+    try:
+        yield downloads
+    finally:
+        await downloads.close()
+
+
+async def download(folder: Path, blobs: Sequence[BlobRef], *urls: str, **options: Any) -> None:
+    """Fetch blobs, as a worker with its cache in ``folder`` does."""
+    async with open_downloads(folder, *urls, **options) as downloads:
+        await downloads.get(blobs)

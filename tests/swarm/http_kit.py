@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,20 @@ def http_server(handler: type[QuietHandler], certificate: tuple[str, str] | None
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@asynccontextmanager
+async def listening(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    context: ssl.SSLContext | None = None,
+) -> AsyncIterator[int]:
+    """A server that answers each connection as told, over TLS with a context; yield its port."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, details: None)  # connections that break are meant to
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
 
 
 class Greeter:

@@ -16,15 +16,14 @@ from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.status.snapshot import read_status
-from rollover.swarm.coordinator.trust import Blocklist, Credentials
-from rollover.swarm.publication.keys import open_key
+from rollover.swarm.coordinator.trust import Blocklist
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Hello, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection
 from tests.engine.models import saved, tiny_model
 from tests.speed import within
-from tests.swarm.test_worker_real import swarm
+from tests.swarm.test_worker_real import swarm, token_of
 
 NONSENSE = Serving(version=0, manifest="0" * 64)
 
@@ -32,10 +31,6 @@ NONSENSE = Serving(version=0, manifest="0" * 64)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(), tmp_path_factory.mktemp("models") / "v0")
-
-
-def token_of(run: Path, name: str) -> WorkerToken:
-    return Credentials(run / "swarm" / "workers.json").add(name, open_key(run / "swarm" / "publisher.key").public_key())
 
 
 @asynccontextmanager
@@ -63,7 +58,7 @@ async def test_a_liar_stays_refused_when_the_trainer_restarts(
 
     async with asyncio.timeout(within(60)), AsyncExitStack() as stack:
         before = await stack.enter_async_context(swarm(run / "swarm", model))
-        liar, honest = token_of(run, "liar"), token_of(run, "anna")
+        liar, honest = token_of(run / "swarm", "liar"), token_of(run / "swarm", "anna")
         before.placement.on_distrust(told.append)
         await until_sent_away(before, liar)
         assert told == ["liar"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,19 +12,13 @@ from typing import cast
 import pytest
 import torch
 
-from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.trust import Credentials
-from rollover.swarm.publication.keys import open_key
-from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.joining import work_for
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import LONG, EngineContract, FullEngine, assert_wellformed, collect, law, request, tokens
 from tests.engine.embedded.test_experts import chosen, routes_of
 from tests.engine.models import EXPERTS, saved, tiny_model
-from tests.swarm.test_worker_real import ENGINE, swarm
+from tests.swarm.test_worker_real import ENGINE, swarm, worker
 
 CONTEXT = 16384
 """An iteration of the tiny model takes microseconds: a call must not be over before a publication."""
@@ -45,30 +39,20 @@ class TestASwarmInPullMode(EngineContract):
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
         torch.set_num_threads(1)
-        root, stops = self.tmp_path / "swarm", list[Callable[[str], None]]()
+        root, settings = self.tmp_path / "swarm", replace(ENGINE, max_context_tokens=CONTEXT, kv_cache_bytes=2**26)
         async with (
             swarm(root, self.model, mode=self.mode, max_context_tokens=CONTEXT) as engine,
-            asyncio.TaskGroup() as group,
+            AsyncExitStack() as stack,
         ):
-            working = [group.create_task(self.work(engine, name, stops)) for name in self.workers]
+            for name in self.workers:
+                await stack.enter_async_context(worker(root, engine, self.tmp_path / name, name, settings))
             while not all(self.serves(engine, name) for name in self.workers):
                 await asyncio.sleep(0.01)
             yield engine
-            for stop in stops:
-                stop("done")
-            await asyncio.gather(*working)
 
     def serves(self, engine: SwarmEngine, name: str) -> bool:
         member = engine.coordinator.members.get(name)
         return member is not None and member.serves(checked=False) is not None
-
-    async def work(self, engine: SwarmEngine, name: str, stops: list[Callable[[str], None]]) -> None:
-        root = self.tmp_path / "swarm"
-        token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
-        config = WorkerConfig(engine=replace(ENGINE, max_context_tokens=CONTEXT, kv_cache_bytes=2**26))
-        address, cache = CoordinatorAddress.parse(engine.url), self.tmp_path / name
-        open_on = opener(config, name=name, root=cache)
-        await work_for(address, token, config, open_on, cache, None, "test", lambda line: None, stops.append)
 
     def new_weights(self, version: int) -> WeightSource:
         return MemoryWeights(version, tiny_model(seed=1, max_position_embeddings=CONTEXT).state_dict())

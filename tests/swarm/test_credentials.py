@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator import trust
-from rollover.swarm.coordinator.status.snapshot import SwarmStatus, WorkerStatus, shown, write_status
+from rollover.swarm.coordinator.status.snapshot import WorkerStatus, shown, write_status
 from rollover.swarm.coordinator.trust import Blocklist, Credentials
+from tests.swarm.test_pages import status, worker
 
 KEY = Ed25519PrivateKey.generate().public_key()
 
@@ -73,16 +74,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         Credentials(tmp_path / "workers.json").hashes()
 
 
-def status(**changes: object) -> SwarmStatus:
-    worker = {
-        **{"name": "laptop", "state": "ready", "version": 7, "lag": 1, "num_calls": 4, "max_running": 16},
-        **{"tokens_per_s": 220.4, "num_decoded": 6410, "num_held": 58, "note": ""},
-        **changes,
-    }
-    workers = (WorkerStatus(**worker),)  # type: ignore[arg-type]
-    return SwarmStatus(url="ws://127.0.0.1:8790", version=8, num_waiting=0, time_s=1.0, workers=workers)
-
-
 def test_the_command_lists_adds_and_revokes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +110,7 @@ def test_the_command_lists_adds_and_revokes(
     assert "b" not in Credentials(run / "swarm" / "workers.json").hashes()
     assert cli.main(["workers", str(run), "--revoke", "a"]) == 0
 
-    write_status(run / "swarm", status(note="the disk is full"))
+    write_status(run / "swarm", status(worker("laptop", note="the disk is full"), time_s=1.0))
     capsys.readouterr()
     assert cli.main(["workers", str(run)]) == 0
     listed = capsys.readouterr().out
@@ -150,29 +141,28 @@ def test_two_changes_at_once_are_refused_before_either_is_made(
 
 
 def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus, **changes: object) -> str:
-    known = {"url": "ws://127.0.0.1:8790", "version": 8, "num_waiting": 0, "time_s": time.time(), "workers": workers}
     (run / "swarm").mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text('{"meta": {}}')
-    write_status(run / "swarm", SwarmStatus(**{**known, **changes}))  # type: ignore[arg-type]
+    write_status(run / "swarm", status(*workers, time_s=time.time(), **changes))
     assert cli.main(["workers", str(run)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (worker,) = status().workers
+    laptop = worker("laptop")
     assert f"create a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
-    seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
+    seen = listed(tmp_path, capsys, replace(laptop, drift=2.5e-6), page="http://127.0.0.1:40121/")
     assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "create a token" not in seen
     Blocklist(tmp_path / "swarm").add("liar", "its log-probs are 0.2 nats off\x1b[2J")
-    seen = listed(tmp_path, capsys, worker)
+    seen = listed(tmp_path, capsys, laptop)
     assert re.search(r"liar was sent away on \d{4}-\d\d-\d\d \d\d:\d\d: its log-probs are 0\.2 nats off\?\[2J;", seen)
     assert f"readmit it: rollover workers {tmp_path} --trust liar" in seen
     assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 0
     assert "liar may join again" in capsys.readouterr().out
-    assert "sent away" not in listed(tmp_path, capsys, worker)
+    assert "sent away" not in listed(tmp_path, capsys, laptop)
     assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 2
     assert "'liar' was not sent away; members sent away: none" in capsys.readouterr().err
-    seen = listed(tmp_path, capsys, replace(worker, state="full"))
+    seen = listed(tmp_path, capsys, replace(laptop, state="full"))
     assert "is waiting for the trainer's journal" in seen
 
 
@@ -182,5 +172,4 @@ def test_what_a_worker_says_can_neither_colour_the_list_nor_show_a_secret(
     token = Credentials(tmp_path / "workers.json").add("a", KEY)
     note = shown(f"\x1b[31m[bold]gone[/bold]\x1b[2J\n\x07 {token.text}")
     assert token.secret not in note and all(c.isprintable() for c in note)
-    (worker,) = status(note=note).workers
-    assert "[bold]gone[/bold]" in listed(tmp_path, capsys, worker), "it is text, not markup"
+    assert "[bold]gone[/bold]" in listed(tmp_path, capsys, worker("laptop", note=note)), "it is text, not markup"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -16,12 +14,6 @@ from rollover.swarm.publication.delta import apply, encode
 from rollover.swarm.publication.manifest import PublicationError
 
 ITEM = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8, torch.float8_e4m3fn: 1}
-
-
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(delta, "SEGMENT", 7)
-    yield
 
 
 def content(tensor: torch.Tensor) -> np.ndarray:
@@ -70,7 +62,8 @@ def test_any_bits_come_back(item_bytes: int, pairs: list[tuple[int, int, int]]) 
     check(np.array(olds, dtype=unsigned).view(np.uint8), np.array(news, dtype=unsigned).view(np.uint8), item_bytes)
 
 
-def test_tensors_of_many_segments_come_back(small_segments: None) -> None:
+def test_tensors_of_many_segments_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "SEGMENT", 7)
     rng = np.random.default_rng(0)
     for size in (0, 1, 6, 7, 8, 20, 21, 700):
         old = random_bytes(rng, 2 * size)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollover.swarm.publication.download import BlobMissing
+from tests.swarm.http_kit import listening
 from tests.swarm.weights_kit import BlobServer, answering, download, open_downloads, serving, store_blobs, whole
 
 LARGE = random.Random(5).randbytes(6 * 2**20)
@@ -162,28 +161,6 @@ async def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> 
     assert cache.num_asked == 1 and not said
 
 
-@asynccontextmanager
-async def listening(
-    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[str]:
-    """A relay that answers as told, by URL."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            await answer(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-
-
 async def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +172,13 @@ async def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
         nonlocal num_asked
         num_asked += 1
         await reader.read()
+        writer.close()
 
     with serving(tmp_path / "blobs") as home:
         options: dict[str, Any] = {"max_parallel": 1, "say": said.append}
-        async with listening(nothing) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
-            await down.get(blobs)
+        async with listening(nothing) as port:
+            relay = f"http://127.0.0.1:{port}"
+            await download(tmp_path / "worker", blobs, relay, home.url, **options)
             assert said == [f"weights cannot be fetched from {relay}, so the next source is asked: ReadTimeout"]
     assert (num_asked, home.num_asked) == (1, 3)
 

@@ -29,8 +29,6 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator import gateway as gateway_module
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
@@ -46,7 +44,6 @@ from rollover.swarm.wire.messages import (
     HeldCall,
     Hello,
     ProtocolError,
-    Ready,
     Welcome,
     decode_down,
     encode,
@@ -55,9 +52,9 @@ from rollover.swarm.worker.connection import Refused, open_connection
 from rollover.types import FinishReason
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
-from tests.swarm.kit import VOCAB, ModelWorker, coordinator, head, request
+from tests.swarm.kit import ModelWorker, coordinator, head, ready, request
+from tests.swarm.test_coordinator import beat
 from tests.swarm.worker_kit import TOKEN
-from tests.virtual_time import VirtualClock
 from tests.virtual_time import run as in_virtual_time
 
 DEADLINE_S = within(60.0)
@@ -65,15 +62,13 @@ CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 HELLO = Hello(protocols=(PROTOCOL,), software="a worker")
 HELD = HeldCall(call_id="a#1.", sample_key="a.", start=0, end=1, is_running=True)
-READY = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
-IDLE = Heartbeat(number=1, num_running=0, tokens_per_s=0.0, mean_running=0.0, num_held=0)
+IDLE = beat()
 
 
 @asynccontextmanager
 async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
     config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
-    identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
-    hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=config.mode == "pull", checks=False)
+    hub = coordinator(ttl_s=config.lease_s)
     engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
@@ -111,11 +106,6 @@ class Wire:
         for answer in self.worker.got(message):
             await self.say(answer)
         return message
-
-    async def decode(self, call_id: str, num_tokens: int) -> None:
-        self.worker.decode(call_id, num_tokens)
-        for piece in self.worker.send(call_id):
-            await self.say(piece)
 
 
 @asynccontextmanager
@@ -205,8 +195,8 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
         (encode(0, structs.replace(HELLO, served=(head(1),) * (MAX_SERVED + 1))), "<= 64 - at `$.message.served`"),
         (encode(0, structs.replace(HELLO, protocols=(2,) * 65)), "of length <= 64 - at `$.message.protocols`"),
         (encode(0, structs.replace(HELLO, software="x" * 257)), "of length <= 256 - at `$.message.software`"),
-        (encode(1, structs.replace(READY, max_running=65_537)), "Expected `int` <= 65536 - at `$.message.max_running`"),
-        (encode(1, structs.replace(READY, number_format="x" * 257)), "of length <= 256 - at `$.message.number_format`"),
+        (encode(1, ready(max_running=65_537)), "Expected `int` <= 65536 - at `$.message.max_running`"),
+        (encode(1, ready(number_format="x" * 257)), "of length <= 256 - at `$.message.number_format`"),
     ],
 )
 async def test_an_invalid_frame_ends_the_connection_with_one_message(
@@ -323,38 +313,6 @@ def test_a_request_that_comes_before_the_end_of_another_is_answered_whole() -> N
     in_virtual_time(law())
 
 
-def test_the_valid_tokens_are_read_once_for_all_members() -> None:
-    reads = itertools.count()
-    last = -1
-
-    def valid_tokens() -> dict[str, str]:
-        nonlocal last
-        last = next(reads)
-        return {"a": "1", "b": "2"} if last < 20 else {"b": "2"}
-
-    async def law() -> None:
-        hub, clock = coordinator(), VirtualClock()
-        engine = SwarmEngine(SwarmConfig(), hub, None, clock, number_format="float32", valid_tokens=valid_tokens)  # type: ignore[arg-type]
-        for name in "ab":
-            engine.shell.connected(name, ModelWorker(name).hello(), Silent())
-        await engine.start()
-        await clock.sleep(4.9)
-        assert last == 19 and all(hub.members[name].lease for name in "ab")
-        await clock.sleep(0.2)
-        assert last == 20 and not hub.members["a"].lease and hub.members["b"].lease
-        await engine.close()
-
-    in_virtual_time(law())
-
-
-class Silent:
-    """A connection that nobody reads."""
-
-    def send(self, frame: bytes) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("is_over", [True, False])
 async def test_only_the_end_of_the_run_lets_workers_go_for_good(tmp_path: Path, is_over: bool) -> None:
     async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
@@ -375,16 +333,23 @@ HANDSHAKE = (
 )
 
 
-def close_and_stay(port: int) -> socket.socket:
-    """Open a WebSocket over TLS and close it, but not the TLS connection below it."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    client = context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S))
+def opened(port: int, context: ssl.SSLContext | None = None) -> socket.socket:
+    """Open a WebSocket, over TLS with a context."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    client = client if context is None else context.wrap_socket(client)
     client.sendall(HANDSHAKE.format(port=port).encode())
     received = b""
     while b"\r\n\r\n" not in received:
         received += client.recv(4096)
     assert received.startswith(b"HTTP/1.1 101")
+    return client
+
+
+def close_and_stay(port: int) -> socket.socket:
+    """Open a WebSocket over TLS and close it, but not the TLS connection below it."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    client = opened(port, context)
     client.sendall(b"\x88\x80\x00\x00\x00\x00")
     assert client.recv(1) == b"\x88", "the close is answered"
     return client
@@ -392,13 +357,8 @@ def close_and_stay(port: int) -> socket.socket:
 
 def greeting(port: int) -> socket.socket:
     """Open a WebSocket and say hello on it; whoever closes it resets the connection."""
-    client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    client = opened(port)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.sendall(HANDSHAKE.format(port=port).encode())
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += client.recv(4096)
-    assert received.startswith(b"HTTP/1.1 101")
     frame = encode(0, ModelWorker("a").hello())
     assert len(frame) < 126
     client.sendall(bytes([0x82, 0x80 | len(frame), 0, 0, 0, 0]) + frame)

@@ -66,14 +66,10 @@ async def listener(board: StatusBoard, address: tuple[str, int] = ("127.0.0.1", 
         await made.close()
 
 
-def asked(board: StatusBoard, *paths: str, **headers: str) -> list[httpx.Response]:
+async def asked(board: StatusBoard, *paths: str, **headers: str) -> list[httpx.Response]:
     """The answers of a listener to GETs of these paths."""
-
-    async def main() -> list[httpx.Response]:
-        async with asyncio.timeout(within(30)), listener(board) as it, httpx.AsyncClient(base_url=it.url) as client:
-            return [await client.get(path, headers=headers) for path in paths]
-
-    return asyncio.run(main())
+    async with listener(board) as it, httpx.AsyncClient(base_url=it.url) as client:
+        return [await client.get(path, headers=headers) for path in paths]
 
 
 # -- the board ------------------------------------------------------------------------------------------------------
@@ -164,10 +160,10 @@ def test_other_names_are_refused(host: str) -> None:
     assert not names_this_machine(host)
 
 
-def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: Path) -> None:
+async def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: Path) -> None:
     board = a_board(tmp_path)
     board.write(status(worker("laptop")))
-    for answer in asked(board, "/", "/status.json", "/metrics", host="evil.example:8791"):
+    for answer in await asked(board, "/", "/status.json", "/metrics", host="evil.example:8791"):
         assert answer.status_code == 421
         assert (
             "laptop" not in answer.text
@@ -175,9 +171,9 @@ def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: Path) -
         )
 
 
-def test_the_page_loads_nothing_and_may_not_be_framed_or_kept(tmp_path: Path) -> None:
+async def test_the_page_loads_nothing_and_may_not_be_framed_or_kept(tmp_path: Path) -> None:
     board = a_board(tmp_path)
-    page, before = asked(board, "/", "/status.json")
+    page, before = await asked(board, "/", "/status.json")
     assert before.json()["status"] is None, "nothing was written yet"
     for text in ("src=", 'href="http', "@import", "url(", "innerHTML"):
         assert text not in page.text, text
@@ -187,10 +183,10 @@ def test_the_page_loads_nothing_and_may_not_be_framed_or_kept(tmp_path: Path) ->
     assert "access-control-allow-origin" not in page.headers
 
 
-def test_the_state_is_answered_as_it_was_written_last(tmp_path: Path) -> None:
+async def test_the_state_is_answered_as_it_was_written_last(tmp_path: Path) -> None:
     board = a_board(tmp_path)
     board.write(status(worker("laptop", num_calls=3)))
-    state, metrics, missing = asked(board, "/status.json", "/metrics", "/v1/session")
+    state, metrics, missing = await asked(board, "/status.json", "/metrics", "/v1/session")
     (shown,) = state.json()["status"]["workers"]
     assert (shown["name"], shown["num_calls"]) == ("laptop", 3)
     assert state.json()["history"] == [220.4]

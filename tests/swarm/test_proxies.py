@@ -10,7 +10,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover.engine.servers.start.launch import free_port
 from rollover.errors import ConfigError
@@ -20,13 +19,12 @@ from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Hello
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
-from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, open_connection, tls_context
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
 from tests.swarm.http_kit import greeting
+from tests.swarm.worker_kit import TOKEN
 
-TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "WS_PROXY", "WSS_PROXY", "SOCKS_PROXY")
 TRAINER = "trainer.invalid"
 """A host that the proxy alone knows."""

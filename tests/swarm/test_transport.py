@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from msgspec import structs
 
 from rollover.clock import SystemClock
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.shell import Connection, Refusal
 from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
@@ -34,13 +31,12 @@ from rollover.swarm.wire.messages import (
     Hello,
     Leaving,
     NotServing,
-    Ready,
     Welcome,
     encode,
 )
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, open_connection
-from tests.swarm.kit import head
+from tests.swarm.kit import coordinator, head, ready
 
 HELLO = Hello(protocols=(PROTOCOL,), software="test")
 NEWS = NotServing(version=1, reason="the disk is full")
@@ -231,20 +227,18 @@ async def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
 
 
 async def test_a_worker_cannot_speak_for_another(tmp_path: Path) -> None:
-    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
-    hub = Coordinator(run, head(0), ttl_s=15.0, exact=False, checks=False)
+    hub, ready_ = coordinator(), ready()
     engine = SwarmEngine(SwarmConfig(), hub, lambda version, _: head(version), SystemClock(), number_format="float32")
-    ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
     async with at_a_gateway(tmp_path, engine.shell) as (place, _):
         tokens = [place.token(name) for name in ("victim", "liar")]
         async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
             leases = [(await greeted(connection)).lease for connection in (victim, liar)]
-            for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
+            for lie in (ready(max_running=0), Leaving(reason="gone"), NEWS, HELLO):
                 await liar._socket.send(encode(leases[0], lie))
-            await liar._socket.send(encode(leases[1] + 1, ready))
-            await liar.send(ready)
-            await victim.send(ready)
-            while not all(hub.members[name].ready == ready for name in ("victim", "liar")):
+            await liar._socket.send(encode(leases[1] + 1, ready_))
+            await liar.send(ready_)
+            await victim.send(ready_)
+            while not all(hub.members[name].ready == ready_ for name in ("victim", "liar")):
                 await asyncio.sleep(0.01)
             assert (hub.members["victim"].lease, hub.members["victim"].last_error) == (leases[0], "")
             assert not hub.members["victim"].distrust and hub.counters["fenced"] == 5

@@ -56,10 +56,6 @@ def join(engine: SwarmEngine, name: str, connection: Heard | None = None) -> int
     return lease
 
 
-def board_on(folder: Path) -> StatusBoard:
-    return StatusBoard(folder, run="sums", mode="push_pull")
-
-
 @pytest.mark.parametrize(
     "problem",
     [
@@ -80,7 +76,7 @@ async def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
 
     monkeypatch.setattr(board_module, "write_status", failing)
     hub, clock = coordinator(), VirtualClock()
-    engine = engine_with(hub, board=board_on(tmp_path))
+    engine = engine_with(hub, board=StatusBoard(tmp_path, run="sums", mode="push_pull"))
     join(engine, "a")
     await engine.start()
     await clock.sleep(TTL_S + 5)
@@ -116,7 +112,6 @@ async def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_pat
     Blocklist(tmp_path).readmit("liar")
     await clock.sleep(1)
     assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
-    await engine.close()
 
 
 async def test_a_new_token_of_a_name_keeps_no_session_of_the_revoked_one(tmp_path: Path) -> None:
@@ -134,7 +129,25 @@ async def test_a_new_token_of_a_name_keeps_no_session_of_the_revoked_one(tmp_pat
     join(engine, "a")
     await clock.sleep(1)
     assert hub.members["a"].lease
-    await engine.close()
+
+
+async def test_the_valid_tokens_are_read_once_for_all_members() -> None:
+    num_reads = 0
+
+    def valid_tokens() -> dict[str, str]:
+        nonlocal num_reads
+        num_reads += 1
+        return {"a": "1", "b": "2"} if num_reads <= 20 else {"b": "2"}
+
+    hub, clock = coordinator(), VirtualClock()
+    engine = engine_with(hub, valid_tokens=valid_tokens)
+    for name in "ab":
+        join(engine, name)
+    await engine.start()
+    await clock.sleep(4.9)
+    assert num_reads == 20 and all(hub.members[name].lease for name in "ab")
+    await clock.sleep(0.2)
+    assert num_reads == 21 and not hub.members["a"].lease and hub.members["b"].lease
 
 
 async def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path) -> None:
@@ -147,7 +160,6 @@ async def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path:
     file.write_text("half of it")
     engine.shell.received(lease, Serving(version=0, manifest="0" * 64))
     assert told == ["a"] and isinstance(connection.messages[-1], Goodbye) and not hub.members["a"].lease
-    await engine.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
@@ -17,11 +18,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover import cli
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust import Credentials
-from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
 from tests.engine.models import saved, tiny_model
 from tests.speed import within
-from tests.swarm.test_worker_real import collected, expected, flat, swarm, worker
+from tests.swarm.test_worker_real import collected, expected, flat, swarm, token_of, worker
+from tests.swarm.worker_kit import TOKEN
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE = [
@@ -32,23 +33,19 @@ LAUNCHED = ["--join", "ws://127.0.0.1:1", "--engine.kind", "vllm", "--engine.lau
 SETTINGS = {"name": "s", "seed": 3, "max_new_tokens": 40}
 
 
-def make_token(root: Path, name: str = "laptop") -> WorkerToken:
-    return Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
-
-
-def token_file(folder: Path, token: WorkerToken) -> Path:
+def joining(engine: SwarmEngine, folder: Path, token: WorkerToken) -> list[str]:
+    """The arguments of a worker that keeps its files in ``folder``."""
     file = folder / f"{token.name}.token"
     file.touch(0o600)
     file.write_text(token.text)
-    return file
+    return ["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(folder / "cache")]
 
 
 @asynccontextmanager
-async def process(engine: SwarmEngine, folder: Path, token: WorkerToken) -> AsyncIterator[asyncio.subprocess.Process]:
-    assert engine.gateway is not None
-    arguments = ["worker", "--join", engine.gateway.url, "--token-file", str(token_file(folder, token))]
+async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process of Python, which is killed in the end."""
     worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollover", *arguments, "--cache", str(folder / "cache"), *ENGINE),
+        *(sys.executable, *arguments),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stderr=asyncio.subprocess.PIPE,
     )
@@ -76,13 +73,14 @@ async def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path:
     root = tmp_path / "swarm"
     alone = [token for token, _ in flat(await expected(model, **SETTINGS))]
     async with asyncio.timeout(within(100)), swarm(root, model) as engine:
-        token = make_token(root)
-        async with process(engine, tmp_path, token) as worker:
+        token = token_of(root)
+        command = ("-m", "rollover", *joining(engine, tmp_path, token), *ENGINE)
+        async with process(*command) as worker:
             text = await said(worker, "serving version 0")
             assert re.search(r"^laptop: connected to ws://\S+ as 'laptop': run sums, epoch 1", text, re.M)
             assert [t for t, _ in flat(await collected(engine, **SETTINGS))] == alone
             worker.kill()
-        async with process(engine, tmp_path, token) as worker:
+        async with process(*command) as worker:
             await said(worker, "serving version 0")
             chunks = await collected(engine, **{**SETTINGS, "call": 1})
             assert [t for t, _ in flat(chunks)] == alone
@@ -97,12 +95,6 @@ async def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path:
 # -- what a user may get wrong ----------------------------------------------------------------------------------------
 
 
-def joined_in_vain(engine: SwarmEngine, token: WorkerToken, cache: Path) -> int:
-    """Return the exit code of a worker that cannot serve this run."""
-    file = token_file(cache.parent, token)
-    return cli.main(["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(cache), *ENGINE])
-
-
 @pytest.mark.real_time
 async def test_a_token_with_another_publishers_key_ends_the_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,7 +102,7 @@ async def test_a_token_with_another_publishers_key_ends_the_worker(
     model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
     async with asyncio.timeout(within(60)), swarm(root, model) as engine:
         token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
-        assert await asyncio.to_thread(joined_in_vain, engine, token, tmp_path / "cache") == 2
+        assert await asyncio.to_thread(cli.main, [*joining(engine, tmp_path, token), *ENGINE]) == 2
     error = capsys.readouterr().err
     assert "not signed by the publisher whose key this worker was given with its token: ask the run's owner" in error
     assert "Traceback" not in error
@@ -120,14 +112,19 @@ async def test_a_token_with_another_publishers_key_ends_the_worker(
 async def test_a_run_with_another_model_ends_a_worker_that_joined_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, cache = tmp_path / "swarm", tmp_path / "cache"
+    root = tmp_path / "swarm"
     model = saved(tiny_model(), tmp_path / "model")
-    async with asyncio.timeout(within(90)), swarm(root, model) as engine, worker(root, engine, cache) as lines:
+    async with (
+        asyncio.timeout(within(90)),
+        swarm(root, model) as engine,
+        worker(root, engine, tmp_path / "cache") as lines,
+    ):
         while not any("serving version 0" in line for line in lines):
             await asyncio.sleep(0.01)
     (model / "tokenizer.json").write_text("{}")
     async with asyncio.timeout(within(90)), swarm(root, model) as engine:
-        assert await asyncio.to_thread(joined_in_vain, engine, make_token(root, "again"), cache) == 2
+        arguments = joining(engine, tmp_path, token_of(root, "again"))
+        assert await asyncio.to_thread(cli.main, [*arguments, *ENGINE]) == 2
     error = capsys.readouterr().err
     assert "has a config or tokenizer other than version 0, which this worker has had" in error and "--cache" in error
 
@@ -157,21 +154,17 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    token = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
-    monkeypatch.setenv(TOKEN_VARIABLE, token.text)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.text)
     assert cli.main(["worker", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert token.secret not in error
+    assert TOKEN.secret not in error
 
 
 def test_two_workers_do_not_share_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fcntl
-
-    token = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
-    monkeypatch.setenv(TOKEN_VARIABLE, token.text)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.text)
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cli.main(["worker", "--join", "ws://127.0.0.1:1", "--cache", str(tmp_path)]) == 2

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollover.engine.servers.vllm.dialect import call_seed
@@ -16,8 +12,8 @@ from tests.engine.contract import update
 from tests.engine.models import saved, tiny_model
 from tests.engine.servers.scripted_server import ScriptedVLLM, serve, token_at
 from tests.speed import within
-from tests.swarm.test_worker_command import ROOT, make_token, said, token_file
-from tests.swarm.test_worker_real import collected, flat, swarm, weights
+from tests.swarm.test_worker_command import joining, process, said
+from tests.swarm.test_worker_real import collected, flat, swarm, token_of, weights
 
 SEED = 5
 WITHOUT_TORCH = """\
@@ -36,23 +32,12 @@ def response_of(server: ScriptedVLLM) -> list[int]:
     return [token_at(call_seed(SEED, 0), i, server.weights) for i in range(12)]
 
 
-@asynccontextmanager
-async def worker_of(engine: SwarmEngine, folder: Path, url: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A worker process in which the trainer's packages cannot be imported, over the server at ``url``."""
-    token = token_file(folder, make_token(folder / "swarm"))
-    worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", WITHOUT_TORCH, "worker", "--join", engine.url, "--token-file", str(token)),
-        *("--cache", str(folder / "cache"), "--engine.kind", "vllm", "--engine.urls", f'["{url}"]'),
-        *("--engine.weights_dir", str(folder / "shared")),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield worker
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-        await worker.communicate()
+def command(engine: SwarmEngine, folder: Path, port: int) -> list[str]:
+    """Of a worker in whose process the trainer's packages cannot be imported, over the server on ``port``."""
+    return [
+        *("-c", WITHOUT_TORCH, *joining(engine, folder, token_of(folder / "swarm")), "--engine.kind", "vllm"),
+        *("--engine.urls", f'["http://127.0.0.1:{port}"]', "--engine.weights_dir", str(folder / "shared")),
+    ]
 
 
 async def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
@@ -62,7 +47,7 @@ async def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_pa
         asyncio.timeout(within(100)),
         swarm(tmp_path / "swarm", models[0], max_context_tokens=512) as engine,
         serve(server) as port,
-        worker_of(engine, tmp_path, f"http://127.0.0.1:{port}") as worker,
+        process(*command(engine, tmp_path, port)) as worker,
     ):
         await said(worker, "serving version 0")
         chunks = await collected(engine, name="s", seed=SEED, max_new_tokens=12)

@@ -23,6 +23,7 @@ from rollover.swarm.coordinator.open import open_swarm
 from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.joining import work_for
 from rollover.weights.sources import FolderWeights, MemoryWeights
@@ -68,18 +69,19 @@ async def swarm(
         await engine.close()
 
 
+def token_of(root: Path, name: str = "laptop") -> WorkerToken:
+    """Make a token of the run whose swarm has its files in ``root``."""
+    return Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
+
+
 @asynccontextmanager
-async def worker(root: Path, engine: SwarmEngine, cache: Path, name: str = "laptop") -> AsyncIterator[list[str]]:
-    assert engine.gateway is not None
-    credentials = Credentials(root / "workers.json")
-    token = credentials.add(name, open_key(root / "publisher.key").public_key())
-    lines: list[str] = []
-    stops: list[Callable[[str], None]] = []
-    config = WorkerConfig(engine=ENGINE)
-    address = CoordinatorAddress.parse(engine.gateway.url)
-    joining = work_for(
-        address, token, config, opener(config, name=name, root=cache), cache, None, "test", lines.append, stops.append
-    )
+async def worker(
+    root: Path, engine: SwarmEngine, cache: Path, name: str = "laptop", settings: EmbeddedConfig = ENGINE
+) -> AsyncIterator[list[str]]:
+    lines, stops = list[str](), list[Callable[[str], None]]()
+    address, token, config = CoordinatorAddress.parse(engine.url), token_of(root, name), WorkerConfig(engine=settings)
+    open_on = opener(config, name=name, root=cache)
+    joining = work_for(address, token, config, open_on, cache, None, "test", lines.append, stops.append)
     async with asyncio.TaskGroup() as group:  # a worker that ends early ends the test
         running = group.create_task(joining)
         yield lines

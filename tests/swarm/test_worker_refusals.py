@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover.engine.servers.start.launch import free_port
 from rollover.errors import ConfigError
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, Refused, open_connection, tls_context
-from tests.speed import within
 from tests.swarm.certificates import make_certificate
+from tests.swarm.http_kit import listening
+from tests.swarm.worker_kit import TOKEN
 
 DAY = timedelta(days=1)
-TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def unauthorized(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,16 +26,6 @@ async def unauthorized(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 10\r\nConnection: close\r\n\r\nnot yours\n")
     await writer.drain()
     writer.close()
-
-
-@asynccontextmanager
-async def listening(context: ssl.SSLContext | None, answer: Answer = unauthorized) -> AsyncIterator[int]:
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    asyncio.get_running_loop().set_exception_handler(lambda loop, details: None)  # handshakes that fail are meant to
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
 
 
 def serving(folder: Path, *hosts: str, **options: Any) -> tuple[ssl.SSLContext, Path]:
@@ -52,57 +37,56 @@ def serving(folder: Path, *hosts: str, **options: Any) -> tuple[ssl.SSLContext, 
     return context, Path(certificate)
 
 
-def refusal(context: ssl.SSLContext | None, url: str, ca_file: Path | None = None) -> str:
-    """Return what a worker says that dials a server with these TLS settings, for the first time. ``url`` holds PORT for
-    the server's port."""
+async def failure(kind: type[Exception], url: str, ca_file: Path | None = None) -> str:
+    """Return what a worker says that dials a server for the first time."""
+    with pytest.raises(kind) as caught:
+        async with open_connection(CoordinatorAddress.parse(url), TOKEN, tls_context(ca_file), timeout_s=10.0):
+            pass
+    return str(caught.value)
 
-    async def main() -> str:
-        async with asyncio.timeout(within(30)), listening(context) as port:
-            address = CoordinatorAddress.parse(url.replace("PORT", str(port)))
-            with pytest.raises(Refused) as caught:
-                async with open_connection(address, TOKEN, tls_context(ca_file), timeout_s=10.0):
-                    pass
-            return str(caught.value)
 
-    said = asyncio.run(main())
+async def refusal(context: ssl.SSLContext | None, url: str, ca_file: Path | None = None) -> str:
+    """Return what a worker says to a server with these TLS settings, on PORT of ``url``."""
+    async with listening(unauthorized, context) as port:
+        said = await failure(Refused, url.replace("PORT", str(port)), ca_file)
     assert "\n" not in said and TOKEN.secret not in said
     return said
 
 
-def test_a_certificate_of_an_unknown_authority_asks_for_its_file(tmp_path: Path) -> None:
+async def test_a_certificate_of_an_unknown_authority_asks_for_its_file(tmp_path: Path) -> None:
     context, _ = serving(tmp_path, "127.0.0.1")
-    said = refusal(context, "wss://127.0.0.1:PORT")
+    said = await refusal(context, "wss://127.0.0.1:PORT")
     assert "not signed by an authority that this worker trusts (self-signed certificate): name the file" in said
     assert "--ca-file" in said
 
 
-def test_a_certificate_of_another_host_says_so(tmp_path: Path) -> None:
+async def test_a_certificate_of_another_host_says_so(tmp_path: Path) -> None:
     context, certificate = serving(tmp_path, "trainer.example")
-    said = refusal(context, "wss://127.0.0.1:PORT", certificate)
+    said = await refusal(context, "wss://127.0.0.1:PORT", certificate)
     assert "its certificate is for another host (IP address mismatch, certificate is not valid for '127.0.0.1')" in said
-    said = refusal(context, "wss://localhost:PORT", certificate)
+    said = await refusal(context, "wss://localhost:PORT", certificate)
     assert "its certificate is for another host (Hostname mismatch" in said and "use a name or address" in said
 
 
-def test_a_certificate_of_the_past_or_the_future_says_what_the_clock_is(tmp_path: Path) -> None:
+async def test_a_certificate_of_the_past_or_the_future_says_what_the_clock_is(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     clock = f"this machine's clock says {now:%Y-%m-%d}"
     context, certificate = serving(tmp_path, "127.0.0.1", starts=now + DAY, ends=now + 2 * DAY)
-    said = refusal(context, "wss://127.0.0.1:PORT", certificate)
+    said = await refusal(context, "wss://127.0.0.1:PORT", certificate)
     assert "its certificate is not valid yet" in said and clock in said and "set the clock if it is wrong" in said
     context, certificate = serving(tmp_path, "127.0.0.1", starts=now - 3 * DAY, ends=now - 2 * DAY)
-    said = refusal(context, "wss://127.0.0.1:PORT", certificate)
+    said = await refusal(context, "wss://127.0.0.1:PORT", certificate)
     assert "its certificate has expired" in said and clock in said and "have it renewed" in said
 
 
-def test_a_plain_address_of_an_encrypted_port_hints_at_the_right_one(tmp_path: Path) -> None:
+async def test_a_plain_address_of_an_encrypted_port_hints_at_the_right_one(tmp_path: Path) -> None:
     context, _ = serving(tmp_path, "127.0.0.1")
-    said = refusal(context, "ws://127.0.0.1:PORT")
+    said = await refusal(context, "ws://127.0.0.1:PORT")
     assert "speaks TLS: join wss://127.0.0.1:" in said
 
 
-def test_an_encrypted_address_of_a_plain_port_hints_at_the_right_one() -> None:
-    said = refusal(None, "wss://127.0.0.1:PORT")
+async def test_an_encrypted_address_of_a_plain_port_hints_at_the_right_one() -> None:
+    said = await refusal(None, "wss://127.0.0.1:PORT")
     assert "it does not speak TLS there" in said and "with ws://" in said
 
 
@@ -115,26 +99,17 @@ def test_a_file_of_authorities_without_a_certificate_is_named(tmp_path: Path) ->
         tls_context(file)
 
 
-def test_a_refused_token_is_said_once() -> None:
-    said = refusal(None, "ws://127.0.0.1:PORT")
+async def test_a_refused_token_is_said_once() -> None:
+    said = await refusal(None, "ws://127.0.0.1:PORT")
     assert "refuses the token of 'laptop' (HTTP 401): not yours" in said
     assert said.count("revoked") == 0, "what the coordinator says is not said again in other words"
 
 
 async def test_who_cannot_be_reached_is_asked_again() -> None:
     """Time may mend these, so they are no refusals: the worker goes on trying."""
-
-    async def failure(url: str) -> str:
-        address = CoordinatorAddress.parse(url)
-        with pytest.raises(Disconnected) as caught:
-            async with open_connection(address, TOKEN, tls_context(None), timeout_s=10.0):
-                pass
-        return str(caught.value)
-
-    async with asyncio.timeout(within(30)):
-        nobody = await failure(f"ws://127.0.0.1:{free_port()}")
-        assert "nothing listens there (connection refused); is the port right, and is the trainer running?" in nobody
-        assert "its name cannot be resolved" in await failure("wss://no-such-host.invalid:8790")
+    nobody = await failure(Disconnected, f"ws://127.0.0.1:{free_port()}")
+    assert "nothing listens there (connection refused); is the port right, and is the trainer running?" in nobody
+    assert "its name cannot be resolved" in await failure(Disconnected, "wss://no-such-host.invalid:8790")
 
 
 async def test_a_server_that_hangs_up_is_asked_again() -> None:
@@ -142,9 +117,7 @@ async def test_a_server_that_hangs_up_is_asked_again() -> None:
         await reader.read(4096)
         writer.close()
 
-    async with asyncio.timeout(within(30)), listening(None, hang_up) as port:
-        for url, says in (("ws", "did not open a connection"), ("wss", "reached: the connection ended at once$")):
-            address = CoordinatorAddress.parse(f"{url}://127.0.0.1:{port}")
-            with pytest.raises(Disconnected, match=says):
-                async with open_connection(address, TOKEN, tls_context(None), timeout_s=5.0):
-                    pass
+    async with listening(hang_up) as port:
+        assert "did not open a connection" in await failure(Disconnected, f"ws://127.0.0.1:{port}")
+        said = await failure(Disconnected, f"wss://127.0.0.1:{port}")
+        assert said.endswith("reached: the connection ended at once")

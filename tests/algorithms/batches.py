@@ -69,7 +69,25 @@ def random_batch(seed: int, lengths: Sequence[int] = (3, 1, 4, 2, 5, 2), num_gro
     )
 
 
-def denominators(tokens: TokenBatch) -> Denominators:
+def token_batch(trainer_logprobs_T: Tensor, sample_T: Tensor, group_B: Tensor, **others: Tensor) -> TokenBatch:
+    """Trained and fresh tokens, whose log-probs are the same under all policies unless ``others`` says more."""
+    now_T = trainer_logprobs_T.detach()
+    plain = {
+        "proximal_logprobs_T": now_T,
+        "rollout_logprobs_T": now_T,
+        "loss_mask_T": torch.ones_like(now_T),
+        "staleness_T": torch.zeros_like(sample_T),
+    }
+    return TokenBatch(
+        trainer_logprobs_T=trainer_logprobs_T,
+        ref_logprobs_T=None,
+        sample_T=sample_T,
+        group_B=group_B,
+        **{**plain, **others},
+    )
+
+
+def denominators(tokens: TokenBatch, *, max_response_tokens: int = 8) -> Denominators:
     group_T = tokens.group_B[tokens.sample_T]
     num_groups = int(tokens.group_B.max()) + 1
     return Denominators(
@@ -77,7 +95,7 @@ def denominators(tokens: TokenBatch) -> Denominators:
         num_samples=tokens.num_samples,
         num_groups=num_groups,
         tokens_per_group=tuple(torch.bincount(group_T, minlength=num_groups).tolist()),
-        max_response_tokens=8,
+        max_response_tokens=max_response_tokens,
     )
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms import Algorithm
-from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.corrections import correction_factors
 from tests.algorithms.batches import WORKED, denominators, f64, gradient, random_batch, row, worked_batch
 
@@ -47,22 +46,6 @@ def test_masked_tokens_do_not_enter_sequence_weights() -> None:
     for level in ("sequence", "geometric"):
         result = correction_factors(row("grpo", correction_level=level), tokens)
         torch.testing.assert_close(result.factor_T, f64(1, 1, 0.5))
-
-
-def at_step_start(seed: int) -> TokenBatch:
-    tokens = random_batch(seed)
-    return replace(tokens, trainer_logprobs_T=tokens.proximal_logprobs_T.clone().requires_grad_())
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr-grpo", "cispo"])
-@pytest.mark.parametrize("seed", range(3))
-def test_decoupled_loss_starts_as_truncated_importance_sampling(name: str, seed: int) -> None:
-    tokens = at_step_start(seed)
-    weight_T = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).exp().clamp(max=2)
-    assert weight_T.max() == 2
-    on_policy = gradient(row(name, correction="none"), tokens, denominators(tokens))
-    actual = gradient(row(name), tokens, denominators(tokens))
-    torch.testing.assert_close(actual, weight_T * on_policy, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "cispo"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.algorithms import ALGORITHMS, Algorithm
-from rollover.algorithms.batch import Denominators, TokenBatch
+from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from tests.algorithms.batches import WORKED, denominators, f64, gradient, random_batch, row, take, worked_batch
 
@@ -136,13 +136,6 @@ def test_rejected_tokens_neither_move_the_ratio_of_their_sample_nor_are_moved_by
     assert gradient(algorithm, worked_batch(), WORKED).tolist() == pytest.approx([-1.5 / 4, 0, 0], abs=1e-12)
 
 
-def test_gspo_clips_a_sample_as_a_whole() -> None:
-    # the positive sample's sequence ratio 1.16 is clipped although its second token has ratio 0.9
-    grad = gradient(row("gspo"), worked_batch(), WORKED)
-    assert grad.tolist() == [0, 0, 0]
-    assert gradient(row("grpo"), worked_batch(), WORKED)[1] != 0
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("clip", [3e-4, 0.3])
 def test_gspo_equals_gspo_token_in_value_and_gradient(seed: int, clip: float) -> None:
@@ -203,17 +196,6 @@ def test_cispo_caps_the_weight_and_keeps_every_gradient(ratio: float, weight: fl
         assert grad.item() == pytest.approx(-weight * advantage)
 
 
-def test_reinforce_ignores_how_far_the_policy_moved() -> None:
-    assert gradient(row("rloo"), one_token(8.0, 1.0), ONE).item() == pytest.approx(-1)
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr-grpo", "cispo"])
-def test_rows_agree_with_reinforce_where_the_step_begins(name: str) -> None:
-    tokens = one_token(1.0, 0.7)
-    scale = 4 if name == "dr-grpo" else 1
-    assert gradient(row(name), tokens, ONE).item() * scale == pytest.approx(-0.7)
-
-
 def test_an_absurd_ratio_neither_overflows_nor_poisons_its_neighbours() -> None:
     worked = worked_batch(advantages=(-1, 1, 1))
     tokens = replace(worked, trainer_logprobs_T=(worked.proximal_logprobs_T + f64(800, 0, 0)).requires_grad_())
@@ -241,18 +223,10 @@ def test_lengths_that_disagree_are_refused_by_name(name: str) -> None:
         policy_loss(row("grpo"), replace(tokens, **{name: getattr(tokens, name)[:2]}), WORKED)
 
 
-@pytest.mark.parametrize(
-    "empty",
-    [
-        replace(WORKED, num_tokens=0),
-        replace(WORKED, num_samples=0),
-        replace(WORKED, num_groups=0),
-        replace(WORKED, max_response_tokens=0),
-    ],
-)
-def test_a_denominator_of_0_is_refused(empty: Denominators) -> None:
+@pytest.mark.parametrize("name", ["num_tokens", "num_samples", "num_groups", "max_response_tokens"])
+def test_a_denominator_of_0_is_refused(name: str) -> None:
     with pytest.raises(LossError, match="nothing to train on"):
-        policy_loss(row("grpo"), worked_batch(), empty)
+        policy_loss(row("grpo"), worked_batch(), replace(WORKED, **{name: 0}))
 
 
 def test_a_micro_batch_without_tokens_is_refused() -> None:

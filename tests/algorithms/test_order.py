@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollover.algorithms.batch import Denominators
-from rollover.algorithms.losses import policy_loss
 from rollover.algorithms.registry import Aggregation
-from tests.algorithms.batches import random_batch, row, take
+from tests.algorithms.batches import denominators, gradient, random_batch, row, take
 
 LENGTHS = (40, 36, 30, 33, 6, 9, 5, 8, 3, 2, 4, 3, 28, 25, 31, 27)
 """Of eight groups of two."""
@@ -29,18 +27,8 @@ def summed(aggregation: str, batches: Sequence[Sequence[int]]) -> Tensor:
     total_T = torch.zeros(len(pool.sample_T), dtype=torch.float64)
     for groups in batches:
         tokens, places_T = take(pool, [i for g in groups for i in (2 * g, 2 * g + 1)])
-        renamed = torch.arange(len(groups)).repeat_interleave(2)
-        sizes = tuple(sum(LENGTHS[2 * g : 2 * g + 2]) for g in groups)
-        leaf_T = tokens.trainer_logprobs_T.detach().clone().requires_grad_()
-        counts = Denominators(
-            num_tokens=sum(sizes), num_samples=8, num_groups=4, tokens_per_group=sizes, max_response_tokens=40
-        )
-        loss, _ = policy_loss(
-            algorithm, replace(tokens, trainer_logprobs_T=leaf_T, group_B=renamed, ref_logprobs_T=None), counts
-        )
-        loss.backward()
-        assert leaf_T.grad is not None
-        total_T = total_T.index_add(0, places_T, leaf_T.grad)
+        tokens = replace(tokens, group_B=torch.arange(len(groups)).repeat_interleave(2))
+        total_T = total_T.index_add(0, places_T, gradient(algorithm, tokens, denominators(tokens)))
     return total_T
 
 

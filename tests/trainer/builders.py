@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,12 +86,17 @@ def make_samples(num: int, *, seed: int = 0, max_response: int = 30) -> list[Tra
     ]
 
 
+def separate_logits(model: Any, sample: TrainingSample) -> torch.Tensor:
+    """By an ordinary forward, those that predict the tokens of the response."""
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    return model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+
 def separate_logprobs(model: Any, samples: Sequence[TrainingSample], temperature: float) -> torch.Tensor:
     """The oracle: one ordinary forward per sample, log-probs of its response tokens, concatenated."""
     parts = []
     for s in samples:
-        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
-        logits = model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1]
+        logits = separate_logits(model, s)
         table = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
         parts.append(table.gather(1, torch.tensor(s.response_ids)[:, None])[:, 0])
     return torch.cat(parts)
@@ -99,12 +104,29 @@ def separate_logprobs(model: Any, samples: Sequence[TrainingSample], temperature
 
 def assert_gradients_of_separate_samples(policy: Any, model: Any, samples: Sequence[TrainingSample]) -> None:
     """Of packed rows, against transformers' own model."""
-    separate_logprobs(model, samples, 1.0).sum().backward()
+    expected_T = separate_logprobs(model, samples, 1.0)
+    assert_gradients(policy, model, expected_T, samples, torch.ones(len(expected_T)), 1.0, atol=1e-4, rtol=1e-4)
+
+
+def assert_gradients(
+    policy: Any,
+    model: Any,
+    expected_T: torch.Tensor,
+    samples: Sequence[TrainingSample],
+    weights_T: torch.Tensor,
+    temperature: float,
+    *,
+    atol: float,
+    rtol: float,
+) -> None:
+    """The weighted sum of the log-probs of packed rows has the gradient of that of ``expected_T``, which ``model`` has
+    computed."""
+    (expected_T * weights_T).sum().backward()
     for row in pack(samples, 64):
-        response_logprobs(policy, row, 1.0).sum().backward()
+        (response_logprobs(policy, row, temperature) * weights_T[row.token_T]).sum().backward()
     expected = dict(model.named_parameters())
     for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=atol, rtol=rtol, msg=name)
 
 
 def make_trajectory(
@@ -149,15 +171,30 @@ def make_batch(
     return Batch(step=step, groups=tuple(groups))
 
 
+def group_of(trajectories: Sequence[Trajectory], group_id: int = 0) -> Group:
+    return Group(group_id=group_id, prompt=trajectories[0].prompt, trajectories=tuple(trajectories))
+
+
+def changed(batch: Batch, change: Callable[[Trajectory], Trajectory]) -> Batch:
+    """The batch with each of its trajectories changed."""
+    groups = (replace(group, trajectories=tuple(map(change, group.trajectories))) for group in batch.groups)
+    return replace(batch, groups=tuple(groups))
+
+
+def in_segment(trajectory: Trajectory, **values: Any) -> Trajectory:
+    """The trajectory with other values in its only segment."""
+    [whole] = trajectory.segments
+    return replace(trajectory, segments=(whole._replace(**values),))
+
+
 def untrainable(batch: Batch) -> Batch:
     """The batch with a log-prob that is no number, in its sample g2.1."""
-    group = batch.groups[2]
-    bad = group.trajectories[1]
-    segment = bad.segments[0]
-    segment = segment._replace(rollout_logprobs=(math.nan, *segment.rollout_logprobs[1:]))
-    bad = replace(bad, segments=(segment,))
-    group = replace(group, trajectories=(group.trajectories[0], bad, *group.trajectories[2:]))
-    return replace(batch, groups=(*batch.groups[:2], group, *batch.groups[3:]))
+
+    def broken(t: Trajectory) -> Trajectory:
+        logprobs = (math.nan, *t.rollout_logprobs[1:])
+        return in_segment(t, rollout_logprobs=logprobs) if t.sample_id == SampleId(2, 1) else t
+
+    return changed(batch, broken)
 
 
 def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:
@@ -169,6 +206,29 @@ def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **setting
         algorithm = resolve(AlgorithmConfig(name=algorithm))
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", **settings})
     return LocalTrainer(TrainingSetup(config=config, algorithm=algorithm, **own), folder, **beside)
+
+
+def trained(folder: Path, steps: int = 1, **settings: Any) -> LocalTrainer:
+    """A trainer that has trained the batch of each of so many steps."""
+    trainer = make_trainer(folder, **settings)
+    for step in range(steps):
+        trainer.step(make_batch(step=step))
+    return trainer
+
+
+def clones(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the next step does not change."""
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def assert_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Both have the same names, and each tensor has the same bits."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+def apart_from_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name not in ("time/step_s", "tokens/per_s")}
 
 
 def gradients(trainer: LocalTrainer) -> dict[str, torch.Tensor]:

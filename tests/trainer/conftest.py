@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollover.trainer import ranks
+from tests.trainer import forked_ranks
 from tests.trainer.builders import make_folder
 from tests.trainer.rank_pool import RankPool
 
@@ -23,6 +25,12 @@ def pool_of(size: int) -> Any:
 
 
 two, three, four = pool_of(2), pool_of(3), pool_of(4)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of fleets start in a fraction of a second."""
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
 
 
 @pytest.fixture(scope="session")

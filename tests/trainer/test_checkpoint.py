@@ -23,40 +23,33 @@ from rollover.trainer.checkpoint import (
     read_manifest,
     sum_of_file,
 )
-from rollover.trainer.local import LocalTrainer
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from rollover.trainer.config import LoraConfig
+from tests.trainer.builders import apart_from_time, assert_same, make_batch, make_folder, make_trainer, trained
 from tests.trainer.test_families import PADDED, config_of
 
 
 @pytest.fixture
 def saved(folder: Path, tmp_path: Path) -> Path:
     """A checkpoint after one step."""
-    trainer = make_trainer(folder)
-    trainer.step(make_batch())
-    trainer.save(checkpoint_path(tmp_path, 1), {"journal": 17})
+    trained(folder).save(checkpoint_path(tmp_path, 1), {"journal": 17})
     return checkpoint_path(tmp_path, 1)
 
 
-def weights(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
-    return {name: w.clone() for name, w in trainer.weights().items()}
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
-def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, algorithm: str) -> None:
-    settings = {"algorithm": algorithm, "mini_batches": 2, "deterministic": True}
-    settings |= {"schedule": "cosine", "weight_decay": 0.1}
-    straight = make_trainer(folder, **settings)
-    for step in range(2):
-        straight.step(make_batch(step=step))
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"algorithm": "reinforce++"}, {"algorithm": "dapo", "lora": LoraConfig(rank=4, alpha=8.0)}],
+    ids=["grpo", "reinforce++", "adapters"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings = {"mini_batches": 2, "deterministic": True, "schedule": "cosine", "weight_decay": 0.1, **settings}
+    straight = trained(folder, 2, **settings)
     straight.save(tmp_path / "step_2")
     resumed = make_trainer(folder, **settings, resume_from=tmp_path / "step_2")
     assert resumed.version == 2
     for step in (2, 3):
-        one, other = (t.step(make_batch(step=step)).metrics for t in (straight, resumed))
-        for name in one.keys() - {"time/step_s", "tokens/per_s"}:
-            assert one[name] == other[name], name
-    ours, theirs = weights(straight), weights(resumed)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        one, other = (apart_from_time(t.step(make_batch(step=step)).metrics) for t in (straight, resumed))
+        assert one == other
+    assert_same(straight.weights(), resumed.weights())
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -65,9 +58,7 @@ def test_a_resumed_run_saves_on_when_the_folders_it_came_from_are_gone(
 ) -> None:
     initial, root = tmp_path / "initial", tmp_path / "checkpoints"
     shutil.copytree(folder, initial)
-    first = make_trainer(initial)
-    first.step(make_batch())
-    first.save(checkpoint_path(root, 1))
+    trained(initial).save(checkpoint_path(root, 1))
     trainer = make_trainer(initial, resume_from=checkpoint_path(root, 1))
     shutil.rmtree(initial)
     for step in range(1, 6):
@@ -84,16 +75,12 @@ def test_a_checkpoint_before_the_first_step_resumes_too(folder: Path, tmp_path: 
     resumed = make_trainer(folder, resume_from=tmp_path / "step_0")
     for trainer in (fresh, resumed):
         trainer.step(make_batch())
-    ours, theirs = weights(fresh), weights(resumed)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same(fresh.weights(), resumed.weights())
 
 
 def test_a_checkpoint_is_an_ordinary_model_folder(folder: Path, saved: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    expected = make_trainer(folder, resume_from=saved).weights()
-    found = dict(model.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].detach(), w) for name, w in expected.items())
+    found = AutoModelForCausalLM.from_pretrained(saved)
+    assert_same(dict(found.named_parameters()), make_trainer(folder, resume_from=saved).weights())
     assert (saved / "tokenizer.json").read_text() == "{}"
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
@@ -115,7 +102,7 @@ def test_generators_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
 
 def test_only_finished_checkpoints_are_listed_and_the_newest_kept(tmp_path: Path) -> None:
     for version in (2, 10, 9):
-        write_folder(checkpoint_path(tmp_path, version), lambda p: _manifest(p))
+        write_folder(checkpoint_path(tmp_path, version), lambda folder: (folder / "trainer.json").touch())
     (tmp_path / "step_11").mkdir()
     (tmp_path / ".partial-step_12-x").mkdir()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
@@ -123,10 +110,6 @@ def test_only_finished_checkpoints_are_listed_and_the_newest_kept(tmp_path: Path
     prune_checkpoints(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11", "step_9"]
     assert latest_checkpoint(tmp_path / "nowhere") is None
-
-
-def _manifest(folder: Path) -> None:
-    (folder / "trainer.json").write_text("{}")
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(
@@ -146,15 +129,19 @@ def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(
     assert make_trainer(folder, resume_from=saved).version == 1
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 NAMES = ["model.safetensors", "trainer/optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Path, name: str) -> None:
     shutil.copytree(saved, checkpoint_path(saved.parent, 0))
-    content = bytearray((saved / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (saved / name).write_bytes(content)
+    flip_a_bit(saved / name)
     with pytest.raises(ModelError) as raised:
         make_trainer(folder, resume_from=saved)
     assert str(saved / name) in str(raised.value) and " is damaged" in str(raised.value)
@@ -180,9 +167,7 @@ def test_only_a_whole_checkpoint_is_offered_for_a_damaged_one(
     for number, place in places.items():
         shutil.copytree(saved, place)
         if number in damaged:
-            content = bytearray((place / name).read_bytes())
-            content[len(content) // 2] ^= 1
-            (place / name).write_bytes(content)
+            flip_a_bit(place / name)
     shutil.rmtree(saved)
     with pytest.raises(ModelError) as raised:
         make_trainer(folder, resume_from=places["4"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from rollover.batch import Batch
 from rollover.trainer.gathering import entropy_metrics
 from rollover.trainer.packing import TrainingSample
 from rollover.types import FinishReason, Trajectory
-from tests.trainer.builders import make_batch, make_model, make_trainer, separate_logprobs
+from tests.trainer.builders import changed, in_segment, make_batch, make_model, make_trainer, separate_logprobs
 
 OFF = {"a": 0.25, "b": 0.0}
 
@@ -24,24 +24,22 @@ def recorded(trajectory: Trajectory, *, engine: str, version: int = 0, kv_versio
     sample = TrainingSample(prompt_ids=trajectory.prompt.token_ids, response_ids=trajectory.token_ids)
     off = OFF[engine] if version == kv_version == 0 else 10.0
     logprobs = [p - off for p in separate_logprobs(make_model(), [sample], 0.8).tolist()]
-    segment = trajectory.segments[0]._replace(
-        rollout_logprobs=logprobs, engine=engine, policy_version=version, kv_version=kv_version
+    return in_segment(
+        trajectory, rollout_logprobs=logprobs, engine=engine, policy_version=version, kv_version=kv_version
     )
-    return replace(trajectory, segments=(segment,))
 
 
 def mixed_batch() -> tuple[Batch, dict[str, int]]:
     """Samples of two engines by turns, the last of each group with an older cache; and how many tokens count."""
-    batch, counts = make_batch(num_groups=4, group_size=3), {"a": 0, "b": 0}
-    groups = []
-    for group in batch.groups:
-        trajectories = []
-        for i, t in enumerate(group.trajectories):
-            engine = "ab"[(group.group_id + i) % 2]
-            counts[engine] += t.num_tokens if i < 2 else 0
-            trajectories.append(recorded(t, engine=engine, kv_version=0 if i < 2 else -1))
-        groups.append(replace(group, trajectories=tuple(trajectories)))
-    return replace(batch, groups=tuple(groups)), counts
+    counts = {"a": 0, "b": 0}
+
+    def by_turns(t: Trajectory) -> Trajectory:
+        group, i = t.sample_id
+        engine = "ab"[(group + i) % 2]
+        counts[engine] += t.num_tokens if i < 2 else 0
+        return recorded(t, engine=engine, kv_version=0 if i < 2 else -1)
+
+    return changed(make_batch(num_groups=4, group_size=3), by_turns), counts
 
 
 def test_entropies_are_told_by_their_distance_from_the_end() -> None:
@@ -54,13 +52,9 @@ def test_entropies_are_told_by_their_distance_from_the_end() -> None:
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_entropies_leave_out_masked_tokens_as_surprise_does(folder: Path, masks: bool) -> None:
-    def cut(t: Trajectory) -> Trajectory:
-        return replace(t, segments=tuple(s._replace(finish_reason=FinishReason.LENGTH) for s in t.segments))
-
-    batch = make_batch(num_groups=2, group_size=2)
-    groups = tuple(replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in batch.groups)
+    cut = partial(in_segment, finish_reason=FinishReason.LENGTH)
     trainer = make_trainer(folder, algorithm=resolve(AlgorithmConfig(mask_truncated=masks)))
-    found = trainer.step(replace(batch, groups=groups)).metrics
+    found = trainer.step(changed(make_batch(num_groups=2, group_size=2), cut)).metrics
     assert (found["surprise"] == 0, "entropy" in found) == (masks, not masks)
 
 
@@ -87,30 +81,21 @@ def test_weights_that_have_moved_are_not_compared(folder: Path) -> None:
     assert 0 < sum(found.num_tokens for found in drift.values()) < sum(counts.values())
     assert all(found.mean_abs == pytest.approx(OFF[name], abs=1e-5) for name, found in drift.items())
     known = {*make_trainer(folder, algorithm=plain).step(batch).metrics} - moved
-    weights = (
-        "is_weight/mean",
-        "is_weight/max",
-        "clip/at_start",
-        "ess/token",
-        "ess/sample",
-        "lag_0/is_weight",
-        "lag_0/ess",
-    )
     assert known == {
-        *weights,
-        "ratio/mean",
-        "ratio/max",
-        "kl/proximal",
-        "kl/rollout_proximal_k1",
-        "kl/rollout_proximal_k3",
+        *(
+            "is_weight/mean",
+            "is_weight/max",
+            "clip/at_start",
+            "ess/token",
+            "ess/sample",
+            "lag_0/is_weight",
+            "lag_0/ess",
+        ),
+        *("ratio/mean", "ratio/max", "kl/proximal", "kl/rollout_proximal_k1", "kl/rollout_proximal_k3"),
     }
     assert "kl/proximal" in make_trainer(folder, mini_batches=2).step(batch).metrics
 
 
 def test_tokens_of_older_weights_have_no_drift(folder: Path) -> None:
-    batch, _ = mixed_batch()
-    old = [
-        replace(g, trajectories=tuple(recorded(t, engine="a", version=-1, kv_version=-1) for t in g.trajectories))
-        for g in batch.groups
-    ]
-    assert make_trainer(folder).step(replace(batch, groups=tuple(old))).drift == {}
+    old = changed(make_batch(), partial(recorded, engine="a", version=-1, kv_version=-1))
+    assert make_trainer(folder).step(old).drift == {}

@@ -13,15 +13,17 @@ import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.losses import policy_loss
-from rollover.batch import Batch, Group
+from rollover.batch import Batch
 from rollover.trainer import local
-from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.minibatch import BatchTensors, StepConstants, split
 from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason, Observation, SampleId, Segment, Trajectory
 from tests.trainer.builders import (
     VOCAB,
+    assert_gradients,
+    group_of,
     make_batch,
     make_folder,
     make_model,
@@ -85,19 +87,13 @@ def test_each_sampled_token_is_predicted_once_after_all_on_its_path(tmp_path: Pa
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
 
     weights = torch.randn(num_tokens, dtype=torch.float64)
-    (expected * weights).sum().backward()
-    for row in pack(samples, 60):
-        (response_logprobs(policy, row, 0.8) * weights[row.token_T]).sum().backward()
-    for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, atol=1e-11, rtol=1e-9, msg=name)
+    assert_gradients(policy, model, expected, samples, weights, 0.8, atol=1e-11, rtol=1e-9)
 
 
 @pytest.mark.parametrize("branch", [False, True])
 def test_every_count_of_a_batch_is_of_sampled_tokens(branch: bool) -> None:
     found = episodes(branch=branch)
-    groups = tuple(
-        Group(group_id=g, prompt=found[3 * g].prompt, trajectories=tuple(found[3 * g : 3 * g + 3])) for g in range(4)
-    )
+    groups = [group_of(found[3 * g : 3 * g + 3], g) for g in range(4)]
     data = BatchTensors.of(groups, resolve(AlgorithmConfig(name="grpo")), step=3, device=torch.device("cpu"))
     assert data.lengths_B.tolist() == [t.num_tokens for t in found]
     assert data.num_tokens == len(data.loss_mask_T) == sum(t.num_tokens for t in found)
@@ -115,9 +111,8 @@ def test_every_count_of_a_batch_is_of_sampled_tokens(branch: bool) -> None:
 def test_a_tree_weighs_as_one_sample(name: str, by_row: bool) -> None:
     """The mean over an episode is over its tokens or, for ratios of sequences, over its paths."""
     found = episodes(branch=True)
-    groups = [Group(group_id=0, prompt=found[0].prompt, trajectories=tuple(found))]
     algorithm = resolve(AlgorithmConfig(name=name, aggregation="seq-mean-token-mean", correction="none"))
-    data = BatchTensors.of(groups, algorithm, step=3, device=torch.device("cpu"))
+    data = BatchTensors.of([group_of(found)], algorithm, step=3, device=torch.device("cpu"))
     torch.manual_seed(0)
     proximal_T = -torch.rand(data.num_tokens)
     now_T = (proximal_T + 0.02 * torch.randn(data.num_tokens)).requires_grad_()
@@ -155,9 +150,8 @@ def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
     cut = [
         replace(t, observations=(*t.observations[:-1], Observation((), end=FinishReason.LENGTH))) for t in episodes(1)
     ]
-    group = Group(group_id=0, prompt=cut[0].prompt, trajectories=tuple(cut))
     masking = resolve(AlgorithmConfig(name="grpo", mask_truncated=True))
-    data = BatchTensors.of([group], masking, step=3, device=torch.device("cpu"))
+    data = BatchTensors.of([group_of(cut)], masking, step=3, device=torch.device("cpu"))
     assert not data.loss_mask_T.any()
 
 
@@ -172,7 +166,7 @@ def test_the_length_that_is_punished_is_of_the_longest_path(
     trainer, spy = make_trainer(make_folder(tmp_path), algorithm="dapo"), Mock(wraps=local.shaping)
     trainer._version = 3
     monkeypatch.setattr(local, "shaping", spy)
-    trainer.step(Batch(step=3, groups=(Group(group_id=0, prompt=found[0].prompt, trajectories=tuple(found)),)))
+    trainer.step(Batch(step=3, groups=(group_of(found),)))
     assert spy.call_args.args[1].tolist() == lengths
 
 
@@ -192,7 +186,7 @@ def test_rewards_of_turns_stand_beside_their_tokens_and_have_the_same_sum() -> N
     first = replace(first, segments=tuple(begun), observations=tuple(answers), reward=4.0)
     siblings = (first, second, *rest)
     data = BatchTensors.of(
-        [Group(group_id=0, prompt=first.prompt, trajectories=siblings)],
+        [group_of(siblings)],
         replace(resolve(AlgorithmConfig(name="turn-grpo")), turn_weights={first.prompt.source: 0.1}),
         step=3,
         device=torch.device("cpu"),

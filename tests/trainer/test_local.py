@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rollover.errors import ConfigError, ModelError, ResourceError, RolloverErro
 from rollover.trainer.minibatch import shuffled
 from rollover.trainer.packing import TrainingSample
 from tests.trainer.builders import (
+    assert_same,
     gradients,
     make_batch,
     make_folder,
@@ -25,6 +25,8 @@ from tests.trainer.builders import (
     make_trainer,
     separate_logprobs,
     to_float64,
+    trained,
+    untrainable,
 )
 
 
@@ -221,27 +223,14 @@ def test_a_deterministic_step_repeats_and_leaves_the_global_switch(
 
     monkeypatch.setattr(trainer_module, "policy_loss", watched)
 
-    def run() -> dict[str, Tensor]:
-        trainer = make_trainer(folder, deterministic=True, mini_batches=2)
-        for step in range(2):
-            trainer.step(make_batch(step=step))
-        return {name: w.clone() for name, w in trainer.weights().items()}
-
-    first, second = run(), run()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = (trained(folder, 2, deterministic=True, mini_batches=2).weights() for _ in range(2))
+    assert_same(first, second)
     assert switches == {True} and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_logprob_that_is_not_finite_names_the_sample(folder: Path) -> None:
-    batch = make_batch()
-    bad = batch.groups[2].trajectories[1]
-    segment = bad.segments[0]._replace(rollout_logprobs=(float("nan"),) * bad.num_tokens)
-    members = list(batch.groups[2].trajectories)
-    members[1] = replace(bad, segments=(segment,))
-    groups = list(batch.groups)
-    groups[2] = replace(groups[2], trajectories=tuple(members))
     with pytest.raises(RolloverError, match=r"sample g2\.1 cannot be trained on: rollout_logprobs_T is nan"):
-        make_trainer(folder, micro_batch_tokens=50).step(Batch(step=0, groups=tuple(groups)))
+        make_trainer(folder, micro_batch_tokens=50).step(untrainable(make_batch()))
 
 
 def test_running_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +257,7 @@ def test_a_model_that_does_not_fit_is_not_advised_to_train_smaller_passes(
 
 def test_impossible_settings_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="mini_batches is 5 but the batch has only 4 groups"):
-        make_trainer(folder, mini_batches=5).step(make_batch())
+        trained(folder, mini_batches=5)
     with pytest.raises(ValueError, match="temperature must be above 0 for training, got 0"):
         make_trainer(folder, temperature=0)
     with pytest.raises(ValueError, match=r"temperature must be between 1e-30 and 1e30, got 1e-300"):

@@ -10,7 +10,15 @@ import rollover.trainer.logprobs as logprobs_module
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
 from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
-from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs, to_float64
+from tests.trainer.builders import (
+    assert_gradients,
+    make_folder,
+    make_model,
+    make_samples,
+    separate_logits,
+    separate_logprobs,
+    to_float64,
+)
 
 
 def packed(model: Any, samples: list[TrainingSample], temperature: float, *, budget: int = 100) -> torch.Tensor:
@@ -43,11 +51,8 @@ def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_pat
     model, policy = to_float64(make_model()), to_float64(open_model(make_folder(tmp_path)))
     samples = make_samples(12)
     weights = torch.randn(sum(len(s.response_ids) for s in samples), dtype=torch.float64)
-    (separate_logprobs(model, samples, 0.8) * weights).sum().backward()
-    for row in pack(samples, 70):
-        (response_logprobs(policy, row, 0.8) * weights[row.token_T]).sum().backward()
-    for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, atol=1e-12, rtol=1e-10, msg=name)
+    expected = separate_logprobs(model, samples, 0.8)
+    assert_gradients(policy, model, expected, samples, weights, 0.8, atol=1e-12, rtol=1e-10)
 
 
 def test_a_head_in_chunks_gives_the_same_values_and_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +84,7 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
     for row in pack(samples, 70):
         response_logprobs(policy, row, 0.8, measured_2T=measured_2T).sum().backward()
     with torch.no_grad():
-        logits_TV = torch.cat(
-            [
-                model(input_ids=torch.tensor([[*s.prompt_ids, *s.response_ids]])).logits[0, len(s.prompt_ids) - 1 : -1]
-                for s in samples
-            ]
-        )
+        logits_TV = torch.cat([separate_logits(model, sample) for sample in samples])
     expected_T = torch.distributions.Categorical(logits=logits_TV / 0.8).entropy().double()
     torch.testing.assert_close(entropy_T[::3], expected_T[::3], atol=1e-5, rtol=1e-5)
     assert torch.equal(entropy_T.isnan(), torch.arange(len(entropy_T)) % 3 != 0)

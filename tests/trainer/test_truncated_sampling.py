@@ -19,18 +19,30 @@ import torch
 from torch import Tensor, nn
 
 import rollover.trainer.logprobs as logprobs_module
-from rollover.algorithms.batch import Denominators, TokenBatch
+from rollover.algorithms.batch import Denominators
 from rollover.algorithms.losses import policy_loss
 from rollover.batch import Batch, WasteCause
 from rollover.engine.embedded.sampler import sample
 from rollover.kept_codec import decode_kept, encode_kept
 from rollover.trainer.kept_sets import KeptSets
-from rollover.trainer.logprobs import all_logprobs, head_logprobs, response_logprobs
+from rollover.trainer.logprobs import all_logprobs, head_logprobs
 from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import SamplingParams
+from rollover.types import SamplingParams, Trajectory
 from tests.algorithms.batches import row as algorithm_row
-from tests.trainer.builders import make_batch, make_folder, make_model, make_samples, make_trainer, to_float64
+from tests.algorithms.batches import token_batch
+from tests.trainer.builders import (
+    assert_gradients,
+    changed,
+    in_segment,
+    make_batch,
+    make_folder,
+    make_model,
+    make_samples,
+    make_trainer,
+    separate_logits,
+    to_float64,
+)
 
 VOCAB, LENGTH = 6, 3
 TEMPERATURE = 0.8
@@ -105,16 +117,12 @@ class World:
         logprobs_T = head_logprobs(head, hidden_TD, token_T, TEMPERATURE, sets)
         advantages_B = probs_B[drawn_B] * self.rewards_B[drawn_B]
         sample_T = torch.arange(len(advantages_B)).repeat_interleave(LENGTH)
-        tokens = TokenBatch(
-            trainer_logprobs_T=logprobs_T,
-            proximal_logprobs_T=logprobs_T.detach(),
+        tokens = token_batch(
+            logprobs_T,
+            sample_T,
+            torch.zeros(len(advantages_B), dtype=torch.int64),
             rollout_logprobs_T=self.truncated(self.behaviour_PV)[prefix_T, token_T],
-            ref_logprobs_T=None,
             advantages_T=advantages_B[sample_T],
-            loss_mask_T=torch.ones_like(logprobs_T),
-            staleness_T=torch.zeros_like(sample_T),
-            sample_T=sample_T,
-            group_B=torch.zeros(len(advantages_B), dtype=torch.int64),
         )
         one = Denominators(num_tokens=1, num_samples=1, num_groups=1, tokens_per_group=(1,), max_response_tokens=LENGTH)
         policy_loss(ALGORITHM, tokens, one)[0].backward()
@@ -164,10 +172,7 @@ def dense_logprobs(model: Any, samples: list[TrainingSample]) -> Tensor:
     """Of each response token under the policy that draws from its kept set, one forward pass per sample."""
     parts = []
     for s in samples:
-        logits_TV = model(input_ids=torch.tensor([[*s.prompt_ids, *s.response_ids]])).logits[
-            0, len(s.prompt_ids) - 1 : -1
-        ]
-        for logits_V, token, kept in zip(logits_TV / TEMPERATURE, s.response_ids, s.kept, strict=True):
+        for logits_V, token, kept in zip(separate_logits(model, s) / TEMPERATURE, s.response_ids, s.kept, strict=True):
             ids = decode_kept((kept,))[1] if kept else np.arange(len(logits_V))
             parts.append(logits_V[token] - logits_V[torch.from_numpy(ids)].logsumexp(0))
     return torch.stack(parts)
@@ -183,33 +188,25 @@ def test_packed_rows_are_normalised_over_each_tokens_own_set(
     samples = with_kept(make_samples(12), whole_every=whole_every)
     expected_T = dense_logprobs(model, samples)
     weights_T = torch.randn(len(expected_T), dtype=torch.float64)
-    (expected_T * weights_T).sum().backward()
     found_T = all_logprobs(policy, pack(samples, 70), TEMPERATURE, num_tokens=len(expected_T))
     torch.testing.assert_close(found_T, expected_T.detach(), atol=1e-12, rtol=0)
-    for row in pack(samples, 70):
-        (response_logprobs(policy, row, TEMPERATURE) * weights_T[row.token_T]).sum().backward()
-    for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, atol=1e-12, rtol=1e-10, msg=name)
+    assert_gradients(policy, model, expected_T, samples, weights_T, TEMPERATURE, atol=1e-12, rtol=1e-10)
 
 
 def recorded(batch: Batch, *, only_choice_of: int | None = None) -> Batch:
     """The batch as an engine that keeps parts of the vocabulary would have sampled it; one of its groups without any
     choice."""
-    groups = []
-    for group in batch.groups:
-        trajectories = []
-        for t in group.trajectories:
-            [sample_] = with_kept([TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids)])
-            if group.group_id == only_choice_of:
-                ones = np.ones(t.num_tokens, dtype=np.int64)
-                sample_ = replace(sample_, kept=encode_kept(ones, np.array(t.token_ids)))
-            with torch.no_grad():
-                logprobs = dense_logprobs(make_model(), [sample_]).tolist()
-            [whole] = t.segments
-            segment = whole._replace(kept=sample_.kept, rollout_logprobs=tuple(logprobs))
-            trajectories.append(replace(t, segments=(segment,)))
-        groups.append(replace(group, trajectories=tuple(trajectories)))
-    return replace(batch, groups=tuple(groups))
+
+    @torch.no_grad()
+    def sampled(t: Trajectory) -> Trajectory:
+        [sample_] = with_kept([TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids)])
+        if t.sample_id.group == only_choice_of:
+            ones = np.ones(t.num_tokens, dtype=np.int64)
+            sample_ = replace(sample_, kept=encode_kept(ones, np.array(t.token_ids)))
+        logprobs = dense_logprobs(make_model(), [sample_]).tolist()
+        return in_segment(t, kept=sample_.kept, rollout_logprobs=tuple(logprobs))
+
+    return changed(batch, sampled)
 
 
 def test_a_step_counts_tokens_without_a_choice_and_measures_the_rest(tmp_path: Path) -> None:

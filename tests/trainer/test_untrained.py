@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,19 @@ from rollover.trainer.minibatch import BatchTensors
 from rollover.trainer.packing import TrainingSample
 from rollover.types import FinishReason, Trajectory
 from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
-from tests.trainer.builders import make_batch, make_model, make_trainer, separate_logprobs
+from tests.segments import segment
+from tests.trainer.builders import (
+    assert_same,
+    changed,
+    clones,
+    group_of,
+    in_segment,
+    make_batch,
+    make_model,
+    make_trainer,
+    separate_logprobs,
+    trained,
+)
 from tests.trainer.test_truncated_sampling import recorded
 from tests.virtual_time import run
 
@@ -45,28 +59,15 @@ def of_all_kinds(num_groups: int = 6) -> Batch:
     def recorded(t: Trajectory, reward: float) -> Trajectory:
         cut, version = rng.randint(0, t.num_tokens), rng.choice((STEP - 1, STEP))
         near = [float(p) + rng.gauss(0, 0.6) for p in next(logprobs)]
-        [whole] = t.segments
-        old = whole._replace(
-            policy_version=version,
-            kv_version=version,
-            token_ids=whole.token_ids[:cut],
-            rollout_logprobs=tuple(near[:cut]),
-            finish_reason=None,
-        )
-        new = whole._replace(
-            policy_version=STEP,
-            kv_version=STEP,
-            token_ids=whole.token_ids[cut:],
-            rollout_logprobs=tuple(near[cut:]),
-            finish_reason=rng.choice((FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH)),
-        )
+        end = rng.choice((FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH))
+        old = segment(t.token_ids[:cut], None, version=version)._replace(rollout_logprobs=tuple(near[:cut]))
+        new = segment(t.token_ids[cut:], end, version=STEP)._replace(rollout_logprobs=tuple(near[cut:]))
         return replace(t, segments=(old, new), reward=reward)
 
     groups = []
     for i, group in enumerate(batch.groups):
         rewards = [0.7] * 4 if i < 2 else [0.0, 0.5, 1.0, 0.5] if i == 2 else [rng.random() for _ in range(4)]
-        members = tuple(recorded(t, r) for t, r in zip(group.trajectories, rewards, strict=True))
-        groups.append(replace(group, trajectories=members))
+        groups.append(group_of([*map(recorded, group.trajectories, rewards)], i))
     return Batch(step=STEP, groups=tuple(groups))
 
 
@@ -80,8 +81,8 @@ def folded(batch: Batch, untrained: Any) -> Ledger:
         for t in group.trajectories:
             assert t.reward is not None
             ledger.apply(SampleStarted(0.0, t.sample_id, 0))
-            for segment in t.segments:
-                ledger.apply(SegmentEnded(0.0, t.sample_id, segment))
+            for part in t.segments:
+                ledger.apply(SegmentEnded(0.0, t.sample_id, part))
             ledger.apply(SampleScored(0.0, t.sample_id, t.reward))
     ledger.apply(BatchConsumed(0.0, batch.step, tuple(g.group_id for g in batch.groups)))
     ledger.apply(BatchTrained(0.0, batch.step, untrained))
@@ -172,6 +173,7 @@ def test_each_cause_is_counted_as_the_batch_has_it(folder: Path, monkeypatch: py
         (16777216.0, 16777217.0),
         (0.1 + 0.2, 0.3),
         (0.3, 0.3, 0.3),
+        (0.5,),
         (0.1,) * 7,
         (1e15, 1e15 - 1, 1e15),
         (1e-300, 2e-300),
@@ -180,10 +182,9 @@ def test_each_cause_is_counted_as_the_batch_has_it(folder: Path, monkeypatch: py
 )
 def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rewards: tuple[float, ...]) -> None:
     batch = make_batch(num_groups=1, group_size=len(rewards))
-    group = batch.groups[0]
-    rewarded = tuple(replace(t, reward=reward) for t, reward in zip(group.trajectories, rewards, strict=True))
+    rewarded = [replace(t, reward=reward) for t, reward in zip(batch.trajectories, rewards, strict=True)]
     algorithm = resolve(AlgorithmConfig(name=name, group_filter="zero_signal"))
-    data = BatchTensors.of([replace(group, trajectories=rewarded)], algorithm, step=0, device=torch.device("cpu"))
+    data = BatchTensors.of([group_of(rewarded)], algorithm, step=0, device=torch.device("cpu"))
     advantages_T = compute_advantages(
         algorithm, rewards_B=data.rewards_B, group_B=data.group_B, sample_T=data.sample_T, loss_mask_T=data.loss_mask_T
     ).float()
@@ -198,7 +199,7 @@ def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rew
     [
         ([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}], True),
         ([{"a": 0.1 + 0.2}, {"a": 0.3}], True),
-        ([{"a": 0.1, "b/x": 1e14}] * 3, False),
+        ([{"a": 0.1, "b/x": 1e14}, {"a": 0.1, "b/x": 1e14}, {"b/x": 1e14, "a": 0.1}], False),
         ([{"a": 1.0}, {"b/x": 1.0}], False),
         ([{"a": 1.0}, {"a": 1.0, "b/y": 1.0}, {"b/y": 0.5}], True),
         ([{"c": 1.0, "a": 0.5}, {"c": 0.0, "a": 0.5}], False),
@@ -212,16 +213,14 @@ def test_with_components_filter_and_advantage_see_the_same_numbers(
     row: dict[str, Any] = {"name": "dapo", "advantage": "component_std"}
     algorithm = public_algorithm(**row, reward_weights={"s": weights, "t": {"z": 2.0}})
     groups = []
-    for group, source, components in zip(
-        make_batch(num_groups=2, group_size=len(parts)).groups,
-        "st",
-        (parts, [{"z": float(i)} for i in range(len(parts))]),
-        strict=True,
+    rewarded = {"s": parts, "t": [{"z": float(i)} for i in range(len(parts))]}
+    for group, (source, components) in zip(
+        make_batch(num_groups=2, group_size=len(parts)).groups, rewarded.items(), strict=True
     ):
         asked = replace(group.prompt, source=source)
         scored = zip(group.trajectories, components, strict=True)
-        trajectories = tuple(replace(t, prompt=asked, reward=0.0, components=one) for t, one in scored)
-        groups.append(replace(group, prompt=asked, trajectories=trajectories))
+        members = [replace(t, prompt=asked, reward=0.0, components=one) for t, one in scored]
+        groups.append(group_of(members, group.group_id))
     data = BatchTensors.of(groups, algorithm, step=0, device=torch.device("cpu"))
     assert data.components_2BK is not None
     values_BK, weights_BK = data.components_2BK
@@ -264,16 +263,12 @@ def test_tokens_that_the_clip_holds_are_trained(folder: Path, monkeypatch: pytes
 def silent(batch: Batch, why: str) -> Batch:
     """All samples cut by their budget, all stale, or all of the same reward."""
 
-    def changed(t: Trajectory) -> Trajectory:
-        [segment] = t.segments
-        if why == "masked":
-            return replace(t, segments=(segment._replace(finish_reason=FinishReason.LENGTH),))
-        if why == "stale":
-            return replace(t, segments=(segment._replace(policy_version=batch.step - 1),))
-        return replace(t, reward=0.25)
-
-    groups = [replace(g, trajectories=tuple(map(changed, g.trajectories))) for g in batch.groups]
-    return Batch(step=batch.step, groups=tuple(groups))
+    changes: dict[str, Callable[[Trajectory], Trajectory]] = {
+        "masked": partial(in_segment, finish_reason=FinishReason.LENGTH),
+        "stale": partial(in_segment, policy_version=batch.step - 1),
+        "equal": partial(replace, reward=0.25),
+    }
+    return changed(batch, changes[why])
 
 
 SILENT = {
@@ -290,14 +285,13 @@ def test_a_batch_without_a_gradient_is_a_step_without_an_update(folder: Path, wh
     kl = {"kl_coef": 0.0} if name.startswith("reinforce") else {}  # a KL term is a gradient
     overlong = {"overlong_buffer": 0.0} if name == "dapo" else {}  # and so is a punishment
     algorithm = resolve(AlgorithmConfig(name=name, **columns, **kl, **overlong))  # type: ignore[arg-type]
-    trainer = make_trainer(folder, algorithm=algorithm, weight_decay=0.1)
-    trainer.step(make_batch(step=0))  # momentum that would move the weights
-    before = {n: w.clone() for n, w in trainer.weights().items()}
+    trainer = trained(folder, algorithm=algorithm, weight_decay=0.1)  # momentum that would move the weights
+    before = clones(trainer.weights())
     moments = [{k: v.clone() for k, v in s.items()} for s in trainer._optimizer.state.values()]
     batch = silent(make_batch(step=1), why)
     done = trainer.step(batch)
     assert trainer.version == 2 and done.untrained == {cause: batch.num_tokens}
-    assert all(torch.equal(w, before[n]) for n, w in trainer.weights().items())
+    assert_same(trainer.weights(), before)
     after = list(trainer._optimizer.state.values())
     assert all(torch.equal(a[k], b[k]) for a, b in zip(after, moments, strict=True) for k in b)
     assert all(torch.isfinite(torch.tensor(v)) for v in done.metrics.values())
@@ -312,7 +306,7 @@ def test_a_silent_mini_batch_leaves_the_others_as_they_are(folder: Path) -> None
     trainer.step(Batch(step=0, groups=(quiet, batch.groups[1])))
     alone = make_trainer(folder)
     alone.step(Batch(step=0, groups=(batch.groups[1],)))
-    assert all(torch.equal(w, alone.weights()[n]) for n, w in trainer.weights().items())
+    assert_same(trainer.weights(), alone.weights())
 
 
 def test_a_skipped_batch_makes_a_version_with_the_former_state(folder: Path, tmp_path: Path) -> None:
@@ -320,8 +314,7 @@ def test_a_skipped_batch_makes_a_version_with_the_former_state(folder: Path, tmp
         trainer.save(tmp_path / name)
         return tuple((tmp_path / name / f).read_bytes() for f in ("model.safetensors", "trainer/optimizer.safetensors"))
 
-    trainer = make_trainer(folder)
-    trainer.step(make_batch(step=0))
+    trainer = trained(folder)
     before = state(trainer, "before")
     batch = make_batch(step=1)
     assert trainer.skip(batch).untrained == {WasteCause.SKIPPED: batch.num_tokens}

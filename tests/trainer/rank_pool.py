@@ -43,7 +43,7 @@ class RankPool:
     returns what each returns. They are started by the first call, and by the next one after a call that failed."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -54,7 +54,7 @@ class RankPool:
         try:
             for connection in self._connections:
                 connection.send((function, arguments))
-            return [self._answer(rank) for rank in range(self._size)]
+            return [self._answer(rank) for rank in range(self.size)]
         except BaseException:
             self.close()  # they may be in the middle of something
             raise
@@ -62,9 +62,9 @@ class RankPool:
     def _start(self) -> None:
         context = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
-        for rank in range(self._size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            given = (rank, self._size, self._folder.name, theirs)
+            given = (rank, self.size, self._folder.name, theirs)
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()

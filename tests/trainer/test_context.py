@@ -17,20 +17,27 @@ from torch import Tensor
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, RolloverError
-from rollover.trainer import logprobs, ranks
-from rollover.trainer.checkpoint import write_manifest
+from rollover.trainer import logprobs
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.context import ContextGroup
 from rollover.trainer.minibatch import BatchTensors, split
 from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
-from rollover.trainer.shares import write_index
 from rollover.trainer.world import PeerLost, World
 from tests.speed import within
-from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_samples, make_trainer, untrainable
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_fleet import PATIENCE_S, assert_close, fleet, published
-from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, refused, train
+from tests.trainer.test_sharded import (
+    BUDGET,
+    EPSILON,
+    Trained,
+    assert_alike,
+    assert_alike_on,
+    batches,
+    refused,
+    train,
+    written,
+)
 from tests.trainer.test_truncated_sampling import recorded
 
 ON_TWO = {"num_devices": 2, "context_parallel": 2}
@@ -100,11 +107,10 @@ def test_whatever_else_is_set(four: RankPool, folders: dict[bool, Path], tied: b
 
 
 def test_adapters_are_trained_alike(two: RankPool, folders: dict[bool, Path]) -> None:
-    given, adapters = batches(), {"lora": LoraConfig(rank=4, alpha=8.0), "learning_rate": 1e-2}
-    settings = {**SETTINGS, **adapters, "algorithm": WITH_REFERENCE, "gradient_checkpointing": True}
-    expected = train(None, folder=folders[True], given=given, **settings)
-    found = two.call(train, folder=folders[True], given=given, **settings, **ON_TWO)[0]
-    assert_alike(found, expected, weights=5e-6)  # the learning rate is ten times that of full weights
+    settings = {"lora": LoraConfig(rank=4, alpha=8.0), "learning_rate": 1e-2, "algorithm": WITH_REFERENCE}
+    settings |= {**SETTINGS, "folder": folders[True], "given": batches(), "gradient_checkpointing": True}
+    # The learning rate is ten times that of full weights.
+    assert_alike_on(two, devices=ON_TWO, weights=5e-6, **settings)
 
 
 def in_chunks(world: World | None, **arguments: Any) -> Trained:
@@ -187,24 +193,12 @@ def test_an_untrainable_sample_is_named_and_no_rank_goes_on(four: RankPool, fold
     assert_alike(trained, alone(folders[True], "grpo", 1))
 
 
-def begun(world: World, *, folder: Path, saved: Path) -> None:
-    trainer = make_trainer(folder, world=world, **SETTINGS, **ON_TWO)
-    for batch in batches()[:2]:
-        trainer.step(batch)
-    trainer.write_share(saved)
-
-
 def test_checkpoints_know_nothing_of_who_shares_rows(
     two: RankPool, four: RankPool, folders: dict[bool, Path], tmp_path: Path
 ) -> None:
-    folder, given, saved = folders[True], batches(), tmp_path / "step_2"
-    saved.mkdir()
-    two.call(begun, folder=folder, saved=saved)
-    write_index(saved)
-    manifest = make_trainer(folder, **SETTINGS)._setup.manifest
-    write_manifest(saved, manifest(2, num_threads=1, num_ranks=2))
-    straight = alone(folder, "grpo", 1)
-    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    folder, given = folders[True], batches()
+    saved = written(two, tmp_path / "step_2", folder=folder, given=given[:2], devices=ON_TWO, **SETTINGS)
+    straight = alone(folder, "grpo", 1).after(2)
     arguments = {"folder": folder, "given": given[2:], "resume_from": saved, **SETTINGS}
     assert_alike(train(None, **arguments), straight)
     for pool, settings in ((two, {"num_devices": 2}), (two, ON_TWO), (four, ON_FOUR)):
@@ -230,9 +224,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(four: RankPool) 
 
 
 def test_a_fleet_that_shares_rows_equals_one_process_also_after_a_stop(
-    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[bool, Path], tmp_path: Path, forked: None
 ) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder, expected = folders[True], make_trainer(folders[True], **SETTINGS)
     told: list[str] = []
     with fleet(folder, tmp_path, told, rank_timeout_s=PATIENCE_S, **SETTINGS, **ON_FOUR) as trainer:

@@ -14,7 +14,8 @@ from rollover.errors import ModelError
 from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
 from rollover.trainer.memory import training_memory
 from rollover.trainer.optimizer import apply_gradients, build_optimizer
-from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
+from tests.trainer import builders
+from tests.trainer.builders import assert_same, make_batch, make_folder, make_model, make_trainer
 from tests.trainer.test_lone_rank import tensors
 
 WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": False}
@@ -49,9 +50,7 @@ def test_large_matrices_alone_have_8_bits_and_all_else_is_exact() -> None:
 def test_moments_of_8_bits_continue_bit_for_bit(tmp_path: Path, lora: LoraConfig | None) -> None:
     folder = make_folder(tmp_path / "policy", **WIDE)
     settings: dict[str, Any] = {"optimizer": "adamw_8bit", "lora": lora}
-    whole = make_trainer(folder, **settings)
-    for step in range(2):
-        whole.step(make_batch(step=step))
+    whole = builders.trained(folder, 2, **settings)
     whole.save(tmp_path / "two")
     saved = tensors(tmp_path / "two")
     assert {t.dtype for name, t in saved.items() if ":exp_avg" in name} == {torch.uint8, torch.float32}
@@ -59,9 +58,7 @@ def test_moments_of_8_bits_continue_bit_for_bit(tmp_path: Path, lora: LoraConfig
     for trainer, name in ((whole, "whole"), (again, "again")):
         trainer.step(make_batch(step=2))
         trainer.save(tmp_path / name)
-    ours, theirs = tensors(tmp_path / "again"), tensors(tmp_path / "whole")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same(tensors(tmp_path / "again"), tensors(tmp_path / "whole"))
     with pytest.raises(ModelError, match=r"trainer\.optimizer = 'adamw_8bit', now it is 'adamw'"):
         make_trainer(folder, resume_from=tmp_path / "two", lora=lora)
 
@@ -80,7 +77,5 @@ def test_the_estimate_counts_two_bytes_and_scales_of_large_matrices() -> None:
         p.grad = torch.ones_like(p)
     apply_gradients(optimizer, CONFIG, 1e-3)
     held = sum(t.nbytes for state in optimizer.state.values() for name, t in state.items() if name != "step")
-    found = training_memory(
-        CONFIG, model.config.to_dict(), max_prompt_tokens=4, max_response_tokens=8, batch_samples=4
-    )  # fmt: skip
-    assert found.optimizer == held
+    sizes = {"max_prompt_tokens": 4, "max_response_tokens": 8, "batch_samples": 4}
+    assert training_memory(CONFIG, model.config.to_dict(), **sizes).optimizer == held

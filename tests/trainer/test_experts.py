@@ -23,10 +23,17 @@ from rollover.trainer.sharded import open_sharded
 from rollover.trainer.world import World
 from rollover.weights.base import specs_of
 from rollover.weights.sources import MemoryWeights
-from tests.trainer.builders import assert_gradients_of_separate_samples, make_batch, make_samples, make_trainer
+from tests.trainer.builders import (
+    assert_gradients_of_separate_samples,
+    assert_same,
+    make_batch,
+    make_samples,
+    make_trainer,
+    trained,
+)
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_families import config_of
-from tests.trainer.test_sharded import EPSILON, assert_alike, train
+from tests.trainer.test_sharded import BUDGET, assert_alike_on, train
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
@@ -70,22 +77,18 @@ def test_a_family_is_packed_exactly_and_saved_as_transformers_does(family: str, 
     (tmp_path / "ours").mkdir()
     save_model(policy, tmp_path / "ours", companions={})
     theirs, ours = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    again = named_tensors(open_model(tmp_path / "ours"))
-    assert all(torch.equal(again[name], tensor) for name, tensor in named_tensors(policy).items())
+    assert_same(ours, theirs)
+    assert_same(named_tensors(open_model(tmp_path / "ours")), named_tensors(policy))
 
 
 def test_a_bias_that_only_chooses_experts_has_no_moments_and_resumes(tmp_path: Path) -> None:
     make_experts(tmp_path / "model", "ernie4_5_moe")
-    trainer = make_trainer(tmp_path / "model")
-    trainer.step(make_batch())
+    trainer = trained(tmp_path / "model")
     trainer.save(tmp_path / "step_1")
     resumed = make_trainer(tmp_path / "model", resume_from=tmp_path / "step_1")
     for each in (trainer, resumed):
         each.step(make_batch(step=1))
-    ours, theirs = trainer.weights(), resumed.weights()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same(trainer.weights(), resumed.weights())
 
 
 def test_gradients_are_those_of_separate_samples(tmp_path: Path) -> None:
@@ -121,10 +124,7 @@ def test_ranks_train_and_save_what_one_process_does(three: RankPool, family: str
     """Three ranks do not divide eight experts."""
     make_experts(tmp_path, family)
     given = [make_batch(step=step, num_groups=5) for step in range(2)]
-    settings = {"algorithm": "dapo", "micro_batch_tokens": 40}
-    alone = train(None, folder=tmp_path, given=given, **settings)
-    for other in three.call(train, folder=tmp_path, given=given, **settings):
-        assert_alike(other, alone)
+    assert_alike_on(three, folder=tmp_path, given=given, algorithm="dapo", micro_batch_tokens=BUDGET)
 
 
 def parts(world: World, *, folder: Path) -> int:
@@ -144,20 +144,16 @@ def test_ranks_leave_out_layers_that_predict_further_tokens(two: RankPool, tmp_p
 
 def test_ranks_share_rows_of_heads_that_have_other_sizes_for_values(two: RankPool, tmp_path: Path) -> None:
     make_experts(tmp_path, "deepseek_v3")
-    settings = {"folder": tmp_path, "given": [make_batch(num_groups=5)], "algorithm": "dapo", "micro_batch_tokens": 40}
-    alone = train(None, **settings)
-    for other in two.call(train, **settings, num_devices=2, context_parallel=2):
-        assert_alike(other, alone)
+    settings = {"folder": tmp_path, "given": [make_batch(num_groups=5)], "micro_batch_tokens": BUDGET}
+    assert_alike_on(two, devices={"num_devices": 2, "context_parallel": 2}, algorithm="dapo", **settings)
 
 
 def test_ranks_train_adapters_as_one_process_does_and_publish_them_merged(two: RankPool, tmp_path: Path) -> None:
     make_experts(tmp_path)
     given = [make_batch(step=step, num_groups=5) for step in range(2)]
     lora = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    settings = {"lora": lora, "learning_rate": 1e-2, "micro_batch_tokens": 40, "adam_epsilon": EPSILON}
-    alone = train(None, folder=tmp_path, given=given, **settings)
-    for other in two.call(train, folder=tmp_path, given=given, **settings):
-        assert_alike(other, alone, weights=5e-6)
+    settings = {"lora": lora, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
+    alone = assert_alike_on(two, weights=5e-6, folder=tmp_path, given=given, **settings)
     before = load_file(tmp_path / "model.safetensors")
     assert alone.weights.keys() == before.keys()
     moved = {name for name, tensor in alone.weights.items() if not torch.equal(tensor, before[name])}

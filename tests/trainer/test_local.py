@@ -110,9 +110,8 @@ def test_the_gradient_is_that_of_the_loss_written_out_by_hand(folder: Path) -> N
             index += 1
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
-    ours = gradients(trainer)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(ours[name], p.grad, atol=2e-6, rtol=1e-4, msg=name)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(gradients(trainer), expected, atol=2e-6, rtol=1e-4)
 
 
 def test_a_step_counts_a_version_and_measures_staleness_against_it(folder: Path, seen: list[Any]) -> None:
@@ -182,9 +181,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
     for trainer in (plain, saving):
         trainer.step(make_batch())
     assert len(recomputed) == 2  # forward, and again in the backward pass
-    theirs = gradients(saving)
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(theirs[name], gradient, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(gradients(saving), gradients(plain), atol=1e-7, rtol=1e-6)
 
 
 def test_bfloat16_keeps_master_weights_and_gradients_in_float32(folder: Path) -> None:

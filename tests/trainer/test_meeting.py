@@ -25,22 +25,20 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "_store", lambda where, size, timeout: None)
 
 
-def task(own: str) -> Any:
+@pytest.mark.parametrize(
+    ("own", "chosen", "expected"),
+    [
+        pytest.param("127.0.0.1", {}, ["lo", "=lo"], id="of the address that reaches them"),
+        pytest.param("127.0.0.1", {NAMES[1]: "ib0"}, ["lo", "ib0"], id="as the user has chosen"),
+        pytest.param("203.0.113.7", {}, [None, None], id="as the libraries choose"),
+    ],
+)
+def test_ranks_use_an_interface(
+    monkeypatch: pytest.MonkeyPatch, own: str, chosen: dict[str, str], expected: list[str | None]
+) -> None:
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
     where = NetworkMeeting(host="127.0.0.1", port=1, own=own)
-    return SimpleNamespace(device="cpu", timeout_s=1.0, rank=1, size=2, meeting=where)
-
-
-def test_ranks_use_the_interface_of_the_address_that_reaches_them() -> None:
-    rank.meet(task("127.0.0.1"))
-    assert [os.environ[name] for name in NAMES] == ["lo", "=lo"]
-
-
-def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    rank.meet(task("127.0.0.1"))
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
-
-
-def test_without_an_interface_of_that_address_the_libraries_choose() -> None:
-    rank.meet(task("203.0.113.7"))
-    assert not {*NAMES} & {*os.environ}
+    task: Any = SimpleNamespace(device="cpu", timeout_s=1.0, rank=1, size=2, meeting=where)
+    rank.meet(task)
+    assert [os.environ.get(name) for name in NAMES] == expected

@@ -25,11 +25,11 @@ from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment,
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import request
 from tests.engine.embedded.harness import core_of, run
-from tests.trainer.builders import make_batch, make_samples
+from tests.trainer.builders import changed, in_segment, make_batch, make_samples
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_experts import FAMILIES, make_experts
 from tests.trainer.test_families import config_of
-from tests.trainer.test_sharded import assert_alike, train
+from tests.trainer.test_sharded import BUDGET, assert_alike_on, train
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("experts")
     make_experts(made)
     return made
+
+
+@torch.no_grad()
+def opposite(folder: Path) -> Any:
+    """A model that takes other experts."""
+    model = open_model(folder)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.neg_()
+    return model
+
+
+def by_turns(model: Any, other: Any, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples with routes of two models."""
+    return [replace(s, routes=routes_of(model if i % 2 else other, s)) for i, s in enumerate(samples)]
 
 
 @torch.no_grad()
@@ -70,10 +84,8 @@ def test_own_routes_change_nothing(family: str) -> None:
 @torch.no_grad()
 def test_samples_on_lines_of_their_own_follow_their_own_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes of another model, which also give the log-probs that they give in shared rows."""
-    packed, other = open_model(folder), open_model(folder)
-    for layer in other.model.layers:
-        layer.mlp.gate.weight.neg_()
-    samples = [replace(s, routes=routes_of(packed if i % 2 else other, s)) for i, s in enumerate(make_samples(5))]
+    packed = open_model(folder)
+    samples = by_turns(packed, opposite(folder), make_samples(5))
     monkeypatch.setattr("rollover.trainer.models.prove", lambda config: "padded")
     padded = open_model(folder)
     assert padded.is_padded and not packed.is_padded
@@ -89,12 +101,8 @@ def test_a_model_that_chooses_in_another_way_is_refused() -> None:
 
 def test_siblings_each_follow_their_own_route_from_the_first_token_on(folder: Path) -> None:
     """Routes of another model: the siblings share their prompt, whose last position predicts a first token of each."""
-    model, other = open_model(folder), open_model(folder)
-    with torch.no_grad():
-        for layer in other.model.layers:
-            layer.mlp.gate.weight.neg_()
-    samples = make_samples(9)
-    replayed = [replace(s, routes=routes_of(model if i % 2 else other, s)) for i, s in enumerate(samples)]
+    model, samples = open_model(folder), make_samples(9)
+    replayed = by_turns(model, opposite(folder), samples)
     together = logprobs(model, replayed, budget=100)
     alone = torch.cat([logprobs(model, [sample]) for sample in replayed])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
@@ -120,9 +128,7 @@ def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path
 def test_a_turn_has_the_routes_that_it_was_sampled_with_in_every_row(folder: Path, tmp_path: Path) -> None:
     """A plan of old weights, and what the embedded engine makes of it under new ones: two alternatives, the second of
     which goes on, and a summary. A twin has the same plan of new weights, which take other experts."""
-    model, old = open_model(folder), open_model(folder)
-    for layer in old.model.layers:
-        layer.mlp.gate.weight.neg_()
+    model, old = open_model(folder), opposite(folder)
     save_model(old, tmp_path, companions={})
     core = core_of(tmp_path, kv_on_update="recompute", cpu_kernels="torch")
     start = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0)
@@ -171,41 +177,34 @@ def test_a_turn_has_the_routes_that_it_was_sampled_with_in_every_row(folder: Pat
 
 def with_routes(batch: Batch, step: int) -> Batch:
     """A batch whose tokens were routed in some way, all but one sample's."""
-    groups = []
-    for group in batch.groups:
-        trajectories = []
-        for t in group.trajectories:
-            (segment,) = t.segments
-            ids = [bytes([(7 * i + step) % 8, (7 * i + step + 3) % 8] * 2) for i in range(len(segment.token_ids))]
-            is_known = t.sample_id != batch.groups[0].trajectories[0].sample_id
-            trajectories.append(replace(t, segments=(segment._replace(routes=tuple(ids) if is_known else ()),)))
-        groups.append(replace(group, trajectories=tuple(trajectories)))
-    return replace(batch, groups=tuple(groups))
+
+    def routed(t: Trajectory) -> Trajectory:
+        ids = tuple(bytes([(7 * i + step) % 8, (7 * i + step + 3) % 8] * 2) for i in range(t.num_tokens))
+        return in_segment(t, routes=() if t.sample_id == SampleId(0, 0) else ids)
+
+    return changed(batch, routed)
 
 
-LORA = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
-
-
-@pytest.mark.parametrize("settings", [{}, {"lora": LORA, "learning_rate": 1e-2}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": LoraConfig(rank=4, targets=("q_proj", "v_proj")), "learning_rate": 1e-2}],
+    ids=["full", "adapters"],
+)
 def test_ranks_replay_what_one_process_does(two: RankPool, folder: Path, settings: dict[str, Any]) -> None:
     given = [with_routes(make_batch(step=step, num_groups=5), step) for step in range(2)]
-    settings = {**settings, "algorithm": "dapo", "micro_batch_tokens": 40, "replay_routes": True}
-    alone = train(None, folder=folder, given=given, **settings)
-    total = sum(t.num_tokens for g in given[0].groups for t in g.trajectories)
+    settings = {**settings, "folder": folder, "given": given, "algorithm": "dapo", "micro_batch_tokens": BUDGET}
+    alone = assert_alike_on(two, weights=5e-6, replay_routes=True, **settings)
+    total = given[0].num_tokens
     known = total - given[0].groups[0].trajectories[0].num_tokens
     assert alone.metrics[0]["routes/replayed"] == known / total
-    for other in two.call(train, folder=folder, given=given, **settings):
-        assert_alike(other, alone, weights=5e-6)
-    off = train(None, folder=folder, given=given, **{**settings, "replay_routes": False})
+    off = train(None, **settings)
     assert off.metrics[0]["grad_norm"] != pytest.approx(alone.metrics[0]["grad_norm"], rel=1e-3)
 
 
 def test_ranks_that_share_rows_replay_their_own_positions(two: RankPool, folder: Path) -> None:
-    given = [with_routes(make_batch(num_groups=5), 0)]
-    settings = {"micro_batch_tokens": 40, "replay_routes": True}
-    alone = train(None, folder=folder, given=given, **settings)
-    for other in two.call(train, folder=folder, given=given, context_parallel=2, num_devices=2, **settings):
-        assert_alike(other, alone)
+    settings = {"given": [with_routes(make_batch(num_groups=5), 0)], "micro_batch_tokens": BUDGET}
+    devices = {"num_devices": 2, "context_parallel": 2}
+    assert_alike_on(two, devices=devices, folder=folder, replay_routes=True, **settings)
 
 
 def test_routes_of_another_model_are_refused(folder: Path) -> None:

@@ -15,13 +15,11 @@ import pytest
 
 from rollover.engine.servers.weights.transfer import TransferFailed, send_weights
 from rollover.hf.weights import EMBEDDING, HEAD
-from rollover.trainer import ranks
 from rollover.trainer.config import LoraConfig
 from rollover.weights import buckets as pieces_of
 from rollover.weights.sending import SenderLost, SendReport, WeightsGone
 from tests.engine.servers.receivers import ReceiverProcess, digest
 from tests.speed import within
-from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 from tests.trainer.test_fleet import fleet
 
@@ -82,9 +80,8 @@ def test_weights_are_sent_until_the_next_step_begins(tmp_path: Path) -> None:
     ids=["untied", "lora"],
 )
 def test_ranks_send_what_they_would_have_written_and_none_has_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], settings: dict[str, Any]
+    tmp_path: Path, forked: None, changes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = make_folder(tmp_path / "model", **changes)
     with fleet(folder, tmp_path, **settings) as trainer, receivers("a", "b") as both:
         trainer.step(make_batch(step=0))
@@ -101,9 +98,8 @@ def test_ranks_send_what_they_would_have_written_and_none_has_all_of_it(
 
 @pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
 def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, num_ranks: int
+    tmp_path: Path, forked: None, number: signal.Signals, num_ranks: int
 ) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = make_folder(tmp_path / "model")
     told: list[str] = []
     limit_s = within(1.0) if number == signal.SIGSTOP else within(20.0)
@@ -124,10 +120,7 @@ def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
         assert not told
 
 
-def test_a_rank_lost_while_it_sends_is_replaced_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+def test_a_rank_lost_while_it_sends_is_replaced_with_the_same_weights(tmp_path: Path, forked: None) -> None:
     told: list[str] = []
     with fleet(make_folder(tmp_path / "model"), tmp_path, told) as trainer, receivers("a") as one:
         trainer.step(make_batch(step=0))

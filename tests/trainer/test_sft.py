@@ -20,6 +20,7 @@ from rollover.trainer.world import World
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_model, make_samples, separate_logprobs
 from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_fleet import assert_close
 
 EXAMPLES = [(s.prompt_ids, s.response_ids) for s in make_samples(8, max_response=12)]
 
@@ -94,26 +95,19 @@ def test_progress_tells_each_step_once_with_its_tokens(folder: Path, tmp_path: P
     assert [s.learning_rate for s in steps] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0])
 
 
-@pytest.mark.parametrize("budget", [24, 10**6])
+@pytest.mark.parametrize(
+    ("size", "budget", "devices"),
+    [(2, 24, {}), (3, 24, {}), (3, 10**6, {}), (2, 24, {"num_devices": 2, "context_parallel": 2})],
+    ids=["two", "three", "one of three has all rows", "two that share rows"],
+)
 def test_ranks_warm_up_as_one_process_does(
-    folder: Path, tmp_path: Path, two: RankPool, three: RankPool, budget: int
+    folder: Path, two: RankPool, three: RankPool, size: int, budget: int, devices: dict[str, int]
 ) -> None:
-    """With so large a budget one rank has a row and the others have none."""
     settings = {"num_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": budget, "max_grad_norm": 0.5}
-    alone = warmed(None, folder=folder, **settings)
-    for pool in (two, three):
-        for figures, weights in pool.call(warmed, folder=folder, **settings):
-            assert figures == pytest.approx(alone[0], rel=1e-5)
-            assert weights.keys() == alone[1].keys()
-            assert all((tensor - weights[name]).abs().max() < 1e-6 for name, tensor in alone[1].items())
-
-
-def test_ranks_that_share_rows_warm_up_as_one_process_does(folder: Path, two: RankPool) -> None:
-    settings = {"num_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 24, "max_grad_norm": 0.5}
-    alone = warmed(None, folder=folder, **settings)
-    for figures, weights in two.call(warmed, folder=folder, **settings, num_devices=2, context_parallel=2):
-        assert figures == pytest.approx(alone[0], rel=1e-5)
-        assert all((tensor - weights[name]).abs().max() < 1e-6 for name, tensor in alone[1].items())
+    expected, trained = warmed(None, folder=folder, **settings)
+    for figures, weights in {2: two, 3: three}[size].call(warmed, folder=folder, **settings, **devices):
+        assert figures == pytest.approx(expected, rel=1e-5)
+        assert_close(weights, trained)
 
 
 def warmed(world: World | None, *, folder: Path, **settings: object) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -128,10 +122,7 @@ def warmed(world: World | None, *, folder: Path, **settings: object) -> tuple[li
     return figures, {n: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone() for n, w in found}
 
 
-def test_several_devices_write_the_model_that_one_does(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+def test_several_devices_write_the_model_that_one_does(folder: Path, tmp_path: Path, forked: None) -> None:
     steps: list[SFTProgress] = []
     for num, offload in ((1, False), (2, False), (1, True)):
         settings = config(num_steps=3, batch_size=4, learning_rate=1e-3, num_devices=num, offload=offload)
@@ -140,10 +131,9 @@ def test_several_devices_write_the_model_that_one_does(
             folder, itertools.cycle(EXAMPLES), settings, output=output, logs=tmp_path / "logs", on_progress=steps.append
         )
     assert [s.loss for s in steps[3:]] == pytest.approx(2 * [s.loss for s in steps[:3]], rel=1e-5)
-    one, *others = (open_model(tmp_path / name) for name in ("on-1", "on-2", "offloaded"))
+    one, *others = (dict(open_model(tmp_path / name).named_parameters()) for name in ("on-1", "on-2", "offloaded"))
     for other in others:
-        for (name, ours), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-            assert (ours - theirs).abs().max() < 1e-6, name
+        assert_close(other, one)
     assert len(list((tmp_path / "on-2").glob("model-*-of-00002.safetensors"))) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "offloaded", "on-1", "on-2"]
 

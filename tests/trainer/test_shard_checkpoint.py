@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM
 from rollover.errors import ModelError
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer import shares
-from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
-from rollover.trainer.shares import write_index
+from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.world import World
-from tests.trainer.builders import make_batch, make_trainer
+from tests.trainer.builders import apart_from_time, assert_same, make_batch, make_trainer
 from tests.trainer.rank_pool import RankPool
-from tests.trainer.test_sharded import EPSILON, Trained, assert_alike, refused, train, whole
+from tests.trainer.test_sharded import EPSILON, Trained, assert_alike, refused, train, whole, written
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "dapo",
@@ -42,26 +41,14 @@ def pools(two: RankPool, three: RankPool) -> dict[int, RankPool]:
     return {2: two, 3: three}
 
 
-def begin(world: World, *, folder: Path, saved: Path) -> None:
-    trainer = make_trainer(folder, world=world, **SETTINGS)
-    for batch in BATCHES[:2]:
-        trainer.step(batch)
-    saved.mkdir(exist_ok=True)
-    trainer.write_share(saved)
-
-
 def written_by(pools: dict[int, RankPool], ranks: int, folder: Path, saved: Path, **setup: Any) -> Path:
     """A checkpoint at version 2."""
+    if ranks > 1:
+        return written(pools[ranks], saved, folder=folder, given=BATCHES[:2], **SETTINGS, **setup)
     trainer = make_trainer(folder, **SETTINGS, **setup)
-    if ranks == 1:
-        for batch in BATCHES[:2]:
-            trainer.step(batch)
-        trainer.save(saved)
-        return saved
-    saved.mkdir()
-    pools[ranks].call(begin, folder=folder, saved=saved)
-    write_index(saved)
-    write_manifest(saved, trainer._setup.manifest(2, num_threads=1, num_ranks=ranks))
+    for batch in BATCHES[:2]:
+        trainer.step(batch)
+    trainer.save(saved)
     return saved
 
 
@@ -75,8 +62,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
 ) -> None:
     saved = written_by(pools, written, folder, tmp_path / "step_2")
     verify_files(saved, read_manifest(saved))
-    straight = train(None, folder=folder, given=BATCHES, **SETTINGS)
-    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    straight = train(None, folder=folder, given=BATCHES, **SETTINGS).after(2)
     assert_alike(go_on(None, folder=folder, saved=saved), straight)
     for pool in pools.values():
         for found in pool.call(go_on, folder=folder, saved=saved):
@@ -88,11 +74,8 @@ def test_ranks_go_on_bit_for_bit(pools: dict[int, RankPool], folder: Path, tmp_p
     arguments: dict[str, Any] = {"folder": folder, "deterministic": True, **SETTINGS}
     straight = pools[2].call(train, given=BATCHES, **arguments)[0]
     resumed = pools[2].call(train, given=BATCHES[2:], resume_from=saved, **arguments)[0]
-    assert all(torch.equal(straight.weights[name], tensor) for name, tensor in resumed.weights.items())
-    for one, other in zip(straight.metrics[2:], resumed.metrics, strict=True):
-        assert {n: v for n, v in one.items() if "/s" not in n and "per_s" not in n and "time" not in n} == {
-            n: v for n, v in other.items() if "/s" not in n and "per_s" not in n and "time" not in n
-        }
+    assert_same(straight.weights, resumed.weights)
+    assert [*map(apart_from_time, straight.metrics[2:])] == [*map(apart_from_time, resumed.metrics)]
 
 
 def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
@@ -100,9 +83,7 @@ def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
 ) -> None:
     saved = written_by(pools, 3, folder, tmp_path / "step_2")
     expected = make_trainer(folder, resume_from=saved, **SETTINGS).weights()
-    found = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].detach(), tensor) for name, tensor in expected.items())
+    assert_same(dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters()), expected)
     assert (saved / "tokenizer.json").read_text() == "{}"
     parts = sorted(path.name for path in saved.glob("model-*.safetensors"))
     assert parts == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
@@ -117,18 +98,10 @@ def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
 def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
     pools: dict[int, RankPool], folder: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "step_0").mkdir()
-    pools[2].call(begin_nothing, folder=folder, saved=tmp_path / "step_0")
-    write_index(tmp_path / "step_0")
-    manifest = make_trainer(folder, adam_epsilon=EPSILON)._setup.manifest(0, num_threads=1, num_ranks=2)
-    write_manifest(tmp_path / "step_0", manifest)
+    saved = written(pools[2], tmp_path / "step_0", folder=folder, given=[], adam_epsilon=EPSILON)
     alone = train(None, folder=folder, given=BATCHES[:2])
-    assert_alike(pools[2].call(train, folder=folder, given=BATCHES[:2], resume_from=tmp_path / "step_0")[0], alone)
-    assert_alike(train(None, folder=folder, given=BATCHES[:2], resume_from=tmp_path / "step_0"), alone)
-
-
-def begin_nothing(world: World, *, folder: Path, saved: Path) -> None:
-    make_trainer(folder, world=world, adam_epsilon=EPSILON).write_share(saved)
+    assert_alike(pools[2].call(train, folder=folder, given=BATCHES[:2], resume_from=saved)[0], alone)
+    assert_alike(train(None, folder=folder, given=BATCHES[:2], resume_from=saved), alone)
 
 
 def test_a_rank_makes_progress_only_while_what_it_writes_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

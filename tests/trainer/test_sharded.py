@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,14 @@ from rollover.batch import Batch
 from rollover.errors import ModelError, RolloverError
 from rollover.trainer import balancing
 from rollover.trainer.balancing import by_longest_first
+from rollover.trainer.base import TrainedStep
+from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.minibatch import BatchTensors, shuffled, split
 from rollover.trainer.models import open_model
+from rollover.trainer.shares import write_index
 from rollover.trainer.world import World
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.builders import assert_same, make_batch, make_folder, make_trainer
 from tests.trainer.rank_pool import RankPool
 
 STEPS = 3
@@ -46,6 +49,10 @@ class Trained(NamedTuple):
     untrained: list[Any]
     weights: dict[str, torch.Tensor]
 
+    def after(self, num_steps: int) -> Trained:
+        """What was trained behind these steps."""
+        return Trained(*(part[num_steps:] for part in self[:-1]), self.weights)
+
 
 def batches(**shape: Any) -> list[Batch]:
     return [make_batch(step=step, version=max(0, step - 1), **{"num_groups": 5, **shape}) for step in range(STEPS)]
@@ -61,7 +68,10 @@ def train(world: World | None, *, folder: Path, given: list[Batch], **settings: 
     """Alone, or on one of several ranks."""
     settings = {"adam_epsilon": EPSILON, **settings}
     trainer = make_trainer(folder, **settings, **({} if world is None else {"world": world}))
-    done = [trainer.step(batch) for batch in given]
+    return told([trainer.step(batch) for batch in given], trainer)
+
+
+def told(done: Sequence[TrainedStep], trainer: LocalTrainer) -> Trained:
     return Trained(
         [dict(d.metrics) for d in done], [d.drift for d in done], [d.untrained for d in done], whole(trainer)
     )
@@ -92,54 +102,86 @@ def assert_alike(
         assert (tensor - theirs.weights[name]).abs().max() < weights, name
 
 
-def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int, budget: int = BUDGET) -> list[list[int]]:
-    """Passes that each rank makes for nothing, in each mini-batch."""
+def assert_alike_on(
+    *pools: RankPool, weights: float = 1e-6, devices: Mapping[str, int] | None = None, **arguments: Any
+) -> Trained:
+    """Every rank trains what one process trains, which is returned."""
+    alone = train(None, **arguments)
+    for pool in pools:
+        for found in pool.call(train, **arguments, **(devices or {})):
+            assert_alike(found, alone, weights=weights)
+    return alone
+
+
+def written(
+    pool: RankPool,
+    saved: Path,
+    *,
+    folder: Path,
+    given: list[Batch],
+    devices: Mapping[str, int] | None = None,
+    **setup: Any,
+) -> Path:
+    """A checkpoint that ranks have written after these batches."""
+    saved.mkdir()
+    pool.call(write_share, folder=folder, given=given, saved=saved, **setup, **(devices or {}))
+    if "lora" not in setup:
+        write_index(saved)
+    manifest = make_trainer(folder, **setup)._setup.manifest
+    write_manifest(saved, manifest(len(given), num_threads=1, num_ranks=pool.size))
+    return saved
+
+
+def write_share(world: World, *, folder: Path, given: list[Batch], saved: Path, **setup: Any) -> None:
+    trainer = make_trainer(folder, world=world, **setup)
+    for batch in given:
+        trainer.step(batch)
+    trainer.write_share(saved)
+
+
+def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int) -> int:
+    """Passes that ranks make for nothing."""
     groups = shuffled(batch.groups, minis, seed=0, step=batch.step)
     row = resolve(AlgorithmConfig(name=algorithm))
     data = BatchTensors.of(groups, row, step=batch.step, device=torch.device("cpu"))
-    return [
-        [
-            len(mini.padding)
-            for mini in split(data, minis, budget=budget, max_response_tokens=25, world=World(rank, ranks))
-        ]
+    return sum(
+        len(mini.padding)
         for rank in range(ranks)
-    ]
+        for mini in split(data, minis, budget=BUDGET, max_response_tokens=25, world=World(rank, ranks))
+    )
 
 
 # A ratio per token, one per sample, and advantages whitened over the whole batch: what needs other sums over ranks.
 @pytest.mark.parametrize(
-    ("algorithm", "minis", "tied"), [("dapo", 1, True), ("gspo", 2, False), ("reinforce++", 2, True)]
+    ("algorithm", "minis", "tied", "shape", "settings"),
+    [
+        ("dapo", 1, True, {}, {}),
+        ("gspo", 2, False, {}, {}),
+        ("reinforce++", 2, True, {}, {}),
+        pytest.param("grpo", 1, False, {}, {"max_grad_norm": 0, "weight_decay": 0.1}, id="no clip"),
+        pytest.param("reinforce++", 1, True, {"num_groups": 1, "group_size": 1}, {}, id="ranks without any row"),
+    ],
 )
 def test_two_and_three_ranks_compute_what_one_process_does(
-    two: RankPool, three: RankPool, folders: dict[bool, Path], algorithm: str, minis: int, tied: bool
+    two: RankPool,
+    three: RankPool,
+    folders: dict[bool, Path],
+    algorithm: str,
+    minis: int,
+    tied: bool,
+    shape: dict[str, int],
+    settings: dict[str, Any],
 ) -> None:
-    given = batches(seed=2)
-    settings = {"algorithm": algorithm, "mini_batches": minis, "micro_batch_tokens": BUDGET}
+    given = batches(seed=2, **shape)
+    settings = {"algorithm": algorithm, "mini_batches": minis, "micro_batch_tokens": BUDGET, **settings}
     alone = train(None, folder=folders[tied], given=given, **settings)
-    for size, pool in ((2, two), (3, three)):
-        padding = [num_padding(batch, algorithm, minis, size) for batch in given]
-        assert any(n for batch in padding for rank in batch for n in rank), "no rank has fewer rows than the others"
+    for pool in (two, three):
+        padding = [num_padding(batch, algorithm, minis, pool.size) for batch in given]
+        assert any(padding), "no rank has fewer rows than the others"
         first, *others = pool.call(train, folder=folders[tied], given=given, **settings)
         assert_alike(first, alone)
         for other in others:
             assert_alike(other, first, weights=1e-12, metrics=1e-12, maxima=1e-12)
-
-
-def test_ranks_compute_what_one_process_does_without_a_clip(three: RankPool, folders: dict[bool, Path]) -> None:
-    given = batches()
-    settings = {"micro_batch_tokens": BUDGET, "algorithm": "grpo", "max_grad_norm": 0, "weight_decay": 0.1}
-    alone = train(None, folder=folders[False], given=given, **settings)
-    for found in three.call(train, folder=folders[False], given=given, **settings):
-        assert_alike(found, alone)
-
-
-def test_a_rank_without_any_row_changes_nothing(three: RankPool, folders: dict[bool, Path]) -> None:
-    given = batches(num_groups=1)
-    assert any(num_padding(given[0], "grpo", 1, 3, 10**6)), "every rank has a row"
-    settings = {"micro_batch_tokens": 10**6}
-    alone = train(None, folder=folders[True], given=given, **settings)
-    for found in three.call(train, folder=folders[True], given=given, **settings):
-        assert_alike(found, alone)
 
 
 # -- who gets what ----------------------------------------------------------------------------------------------------
@@ -236,9 +278,7 @@ def use(trainer: LocalTrainer, world: World, given: list[Batch], saved: Path) ->
         assert_sharded(trainer, world)
     trainer.write_share(saved)
     assert_sharded(trainer, world)
-    return Trained(
-        [dict(d.metrics) for d in done], [d.drift for d in done], [d.untrained for d in done], whole(trainer)
-    )
+    return told(done, trainer)
 
 
 def assert_sharded(trainer: LocalTrainer, world: World) -> None:
@@ -279,9 +319,9 @@ def test_each_rank_reads_its_rows_and_makes_the_rotary_module_anew(
     expected = open_model(folder)
     for weights, buffers, is_tied in three.call(loaded, folder=folder):
         assert is_tied == tied
-        assert weights.keys() == dict(expected.named_parameters()).keys()
-        assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
-        assert buffers and all(torch.equal(buffers[name], b) for name, b in expected.named_buffers())
+        assert_same(weights, dict(expected.named_parameters()))
+        assert buffers
+        assert_same(buffers, dict(expected.named_buffers()))
 
 
 def test_the_weights_say_whether_input_and_output_are_one(three: RankPool, tmp_path: Path) -> None:

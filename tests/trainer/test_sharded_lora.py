@@ -9,25 +9,32 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.errors import ModelError
-from rollover.trainer import ranks
-from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
+from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.world import World
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.sources import FolderWeights
-from tests.trainer import forked_ranks
 from tests.trainer import test_sharded as sharded
-from tests.trainer.builders import make_batch, make_model, make_trainer
+from tests.trainer.builders import assert_same, make_batch, make_model, make_trainer
 from tests.trainer.rank_pool import RankPool
-from tests.trainer.test_fleet import fleet, published
-from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, num_padding, train, whole
+from tests.trainer.test_fleet import assert_close, fleet, published
+from tests.trainer.test_sharded import (
+    BUDGET,
+    EPSILON,
+    assert_alike,
+    assert_alike_on,
+    batches,
+    num_padding,
+    train,
+    whole,
+    written,
+)
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 SETTINGS: dict[str, Any] = {"lora": LORA, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
@@ -59,22 +66,16 @@ def test_ranks_compute_what_one_process_does(
     given, settings = batches(), {**SETTINGS, **settings}
     name = settings["algorithm"].name if isinstance(settings["algorithm"], Algorithm) else settings["algorithm"]
     minis = settings.get("mini_batches", 1)
-    assert any(n for batch in given for rank in num_padding(batch, name, minis, 2) for n in rank)
-    alone = train(None, folder=folders[tied], given=given, **settings)
+    assert any(num_padding(batch, name, minis, 2) for batch in given)
+    alone = assert_alike_on(two, three, folder=folders[tied], given=given, weights=WITHIN, **settings)
     before = whole(make_trainer(folders[tied], **settings))
     assert any((tensor - before[key]).abs().max() > 1e-3 for key, tensor in alone.weights.items())
-    for pool in (two, three):
-        for found in pool.call(train, folder=folders[tied], given=given, **settings):
-            assert_alike(found, alone, weights=WITHIN)
 
 
 def after_use(world: World, *, folder: Path, given: list[Any], **settings: Any) -> dict[str, tuple[bool, torch.dtype]]:
     """Whether each parameter is trained, and its number format."""
     trainer = make_trainer(folder, world=world, **settings)
-    first = adapters(trainer)
-    alone = adapters(make_trainer(folder, **settings))
-    assert all(torch.equal(first[name], alone[name]) for name in alone), "the first values are others"
-    assert first.keys() == alone.keys()
+    assert_same(adapters(trainer), adapters(make_trainer(folder, **settings)))
     for batch in given:
         trainer.next_logits([[3, 4, 5]])
         with trainer._policy.reference():
@@ -103,24 +104,13 @@ def test_the_base_stays_sharded_and_in_half_precision_and_has_no_gradient(two: R
         assert sharded.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=0.02, abs=1e-3)
 
 
-def begin(world: World, *, folder: Path, saved: Path) -> None:
-    trainer = make_trainer(folder, world=world, **SETTINGS)
-    for batch in batches()[:2]:
-        trainer.step(batch)
-    trainer.write_share(saved)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
 def test_a_checkpoint_of_ranks_is_peft_s_and_any_number_goes_on_from_it(
     two: RankPool, three: RankPool, folders: dict[bool, Path], tmp_path: Path
 ) -> None:
     folder, given = folders[True], batches()
-    saved = tmp_path / "step_2"
-    saved.mkdir()
-    two.call(begin, folder=folder, saved=saved)
-    write_manifest(saved, make_trainer(folder, **SETTINGS)._setup.manifest(2, num_threads=1, num_ranks=2))
-    straight = train(None, folder=folder, given=given, **SETTINGS)
-    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    saved = written(two, tmp_path / "step_2", folder=folder, given=given[:2], **SETTINGS)
+    straight = train(None, folder=folder, given=given, **SETTINGS).after(2)
     assert_alike(train(None, folder=folder, given=given[2:], resume_from=saved, **SETTINGS), straight, weights=WITHIN)
     for pool in (two, three):
         for found in pool.call(train, folder=folder, given=given[2:], resume_from=saved, **SETTINGS):
@@ -129,18 +119,14 @@ def test_a_checkpoint_of_ranks_is_peft_s_and_any_number_goes_on_from_it(
     peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), saved)
     merged = dict(peft.merge_and_unload().named_parameters())
     assert all(torch.allclose(tensor, merged[name], atol=1e-6) for name, tensor in resumed.weights().items())
-    path = saved / "adapter_model.safetensors"
-    tensors = load_file(path)
-    path.write_bytes(b"rubbish")
-    assert tensors
+    (saved / "adapter_model.safetensors").write_bytes(b"rubbish")
     for kind, message in three.call(sharded.refused, folder=folder, given=[], resume_from=saved, **SETTINGS):
         assert (kind, "adapter_model.safetensors cannot be read" in message) == ("DamagedCheckpoint", True)
 
 
 def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
-    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[bool, Path], tmp_path: Path, forked: None
 ) -> None:
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = folders[True]
     expected = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     with fleet(folder, tmp_path, lora=LORA, learning_rate=1e-2, deterministic=False) as trainer:
@@ -148,9 +134,7 @@ def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
             batch = make_batch(step=step)
             expected.step(batch)
             trainer.step(batch)
-        ours, theirs = published(trainer), expected.weights()
-        assert ours.keys() == theirs.keys()
-        assert all((tensor - theirs[name]).abs().max() < 1e-6 for name, tensor in ours.items())
+        assert_close(published(trainer), expected.weights())
         trainer.save(tmp_path / "step_2")
     verify_files(tmp_path / "step_2", read_manifest(tmp_path / "step_2"))
     files = {str(path.relative_to(tmp_path / "step_2")) for path in (tmp_path / "step_2").rglob("*") if path.is_file()}
@@ -163,11 +147,8 @@ def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
         pass
 
 
-def test_a_fleet_publishes_adapters_alone(
-    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fleet_publishes_adapters_alone(folders: dict[bool, Path], tmp_path: Path, forked: None) -> None:
     """No rank gathers more than they are, and merged they are the weights that it publishes otherwise."""
-    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     one = {"learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
     with fleet(folders[True], tmp_path / "alone", lora=replace(LORA, publish="adapter"), **one) as trainer:
         trainer.step(batches()[0])
@@ -179,6 +160,4 @@ def test_a_fleet_publishes_adapters_alone(
     with fleet(folders[True], tmp_path / "merged", lora=LORA, **one) as trainer:
         trainer.step(batches()[0])
         merged = published(trainer)
-    applied = dict(AppliedAdapters(FolderWeights(0, folders[True]), source).tensors())
-    assert applied.keys() == merged.keys()
-    assert all(torch.equal(applied[name], merged[name]) for name in merged)
+    assert_same(dict(AppliedAdapters(FolderWeights(0, folders[True]), source).tensors()), merged)

@@ -46,9 +46,9 @@ def test_a_sender_without_a_gpu_or_without_nccl_says_what_to_set(
     meets: Literal["torch", "nccl"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = replace(PLAN, meets=meets)
-    if not torch.cuda.is_available():
-        with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU .*: set it to 'folder'"):
-            open_group(plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU .*: set it to 'folder'"):
+        open_group(plan)
     with_gpus_but_no_nccl(monkeypatch)
     with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a PyTorch with NCCL"):
         open_group(plan)

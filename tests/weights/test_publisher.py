@@ -21,17 +21,18 @@ from tests.weights.kit import FakeWeights
 
 
 class Target:
-    def __init__(self, name: str, *, refuses: bool = False, load_s: float = 0.0) -> None:
-        self.name, self.refuses, self.load_s = name, refuses, load_s
+    def __init__(
+        self, *, takes: WeightPath = "memory", refuses: bool = False, pause_s: float = 0.0, load_s: float = 0.0
+    ) -> None:
+        self.takes, self.refuses, self.pause_s, self.load_s = takes, refuses, pause_s, load_s
         self.done: list[Any] = []
 
     def __repr__(self) -> str:
-        return self.name
-
-    takes: WeightPath = "memory"
+        return "one"
 
     async def pause(self) -> None:
         self.done.append("pause")
+        await asyncio.sleep(self.pause_s)
 
     async def load(self, version: int, source: WeightSource) -> None:
         await asyncio.sleep(self.load_s)
@@ -44,44 +45,35 @@ class Target:
 
 
 def test_a_target_is_paused_loaded_and_resumed() -> None:
-    target = Target("one", load_s=5.0)
+    target = Target(load_s=5.0)
     run(Publisher(target).publish(FakeWeights(3)))
     assert target.done == ["pause", (3, FakeWeights(3)), "resume"]
 
 
-def test_a_target_that_refuses_is_resumed_and_its_error_raised() -> None:
-    target = Target("one", refuses=True)
-    with pytest.raises(EngineError, match="does not fit"):
-        run(Publisher(target).publish(FakeWeights(3)))
-    assert target.done == ["pause", "resume"]
+LATE = (EngineTimeout, "^one did not load weights version 3 within 600 s")
 
 
-def test_a_target_that_hangs_is_named() -> None:
-    target = Target("two", load_s=1000.0)
-    with pytest.raises(EngineTimeout, match=r"^two did not load weights version 3 within 600 s"):
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [({"refuses": True}, EngineError, "does not fit"), ({"load_s": 1000.0}, *LATE), ({"pause_s": 1000.0}, *LATE)],
+    ids=["refuses", "hangs", "hangs while it is paused"],
+)
+def test_a_target_that_loads_nothing_is_resumed_and_the_reason_told(
+    way: dict[str, Any], error: type[EngineError], message: str
+) -> None:
+    target = Target(**way)
+    with pytest.raises(error, match=message):
         run(Publisher(target).publish(FakeWeights(3)))
     assert target.done == ["pause", "resume"]
 
 
 async def test_a_cancelled_publication_resumes_its_target() -> None:
-    target = Target("two", load_s=1000.0)
+    target = Target(load_s=1000.0)
     publishing = asyncio.create_task(Publisher(target).publish(FakeWeights(3)))
     await asyncio.sleep(5.0)
     publishing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await publishing
-    assert target.done == ["pause", "resume"]
-
-
-def test_a_target_that_was_being_paused_is_resumed_too() -> None:
-    class Slow(Target):
-        async def pause(self) -> None:
-            await super().pause()
-            await asyncio.sleep(1000.0)
-
-    target = Slow("slow")
-    with pytest.raises(EngineTimeout, match=r"^slow did not load"):
-        run(Publisher(target).publish(FakeWeights(3)))
     assert target.done == ["pause", "resume"]
 
 
@@ -93,13 +85,11 @@ class Folders:
 @pytest.mark.real_time
 async def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     source, folders = MemoryWeights(3, {"w": torch.ones(2)}), cast(WeightFolders, Folders())
-    needy = Target("needy")
-    needy.takes = "folder"
-
-    assert await Publisher(Target("plain"), folders=folders).stage(source) is source
+    needy = Target(takes="folder")
+    assert await Publisher(Target(), folders=folders).stage(source) is source
     staged = await Publisher(needy, folders=folders).stage(source)
     assert staged.folder == Path("v3")
-    with pytest.raises(EngineError, match=r"^needy loads weights from a folder, but the publisher has no place"):
+    with pytest.raises(EngineError, match=r"^one loads weights from a folder, but the publisher has no place"):
         await Publisher(needy).stage(source)
 
 
@@ -112,7 +102,7 @@ def test_weights_that_are_sent_count_in_the_formats_of_the_engines_model(tmp_pat
     )
     source = MemoryWeights(1, tensors)
     held = own_weights(source, tensors, Lease(), current=lambda: 1, device="cpu")
-    target = Target("servers")
+    target = Target()
     publisher = Publisher(target, folders=WeightFolders(tmp_path / "weights", like=tmp_path))
     assert publisher.num_bytes(source) == 4 * (8 + 16)
     target.takes = "group"

@@ -6,54 +6,46 @@ So is an advantage or an objective, with the function that computes it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollover import cli
-from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, resolve
+from rollover.algorithms import ALGORITHMS, Algorithm
 from tests import runs
+from tests.algorithms.batches import row
 from tests.package_copy import PackageCopy
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.builders import assert_same, clones, make_batch, make_folder, make_trainer
 
-ROW = Algorithm(
-    name="centred-gspo",
-    paper="our own",
-    advantage="group_mean",
-    ratio_level="sequence",
-    clip_high=0.4,
-    aggregation="token-mean",
-)
+SETTINGS: dict[str, Any] = {
+    "advantage": "group_mean",
+    "ratio_level": "sequence",
+    "clip_high": 0.4,
+    "aggregation": "token-mean",
+}
 
 
-@pytest.fixture(autouse=True)
-def row(monkeypatch: pytest.MonkeyPatch) -> Algorithm:
-    monkeypatch.setitem(ALGORITHMS, ROW.name, ROW)
-    return ROW
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a new row."""
+    monkeypatch.setitem(ALGORITHMS, "centred-gspo", Algorithm(name="centred-gspo", **SETTINGS))
+    return "centred-gspo"
 
 
-def test_the_trainer_trains_with_it_as_with_the_settings_given_one_by_one(tmp_path: Path) -> None:
+def test_the_trainer_trains_with_it_as_with_the_settings_given_one_by_one(tmp_path: Path, named: str) -> None:
     folder = make_folder(tmp_path)
-    by_name = make_trainer(folder, algorithm="centred-gspo")
-    spelled_out = make_trainer(
-        folder,
-        algorithm=resolve(
-            AlgorithmConfig(
-                name="grpo", advantage="group_mean", ratio_level="sequence", clip_high=0.4, aggregation="token-mean"
-            )
-        ),
-    )
-    before = {name: value.clone() for name, value in by_name.weights().items()}
+    by_name, spelled_out = (make_trainer(folder, algorithm=each) for each in (named, row("grpo", **SETTINGS)))
+    before = clones(by_name.weights())
     assert by_name.step(make_batch()).metrics["loss"] == spelled_out.step(make_batch()).metrics["loss"]
-    after = by_name.weights()
-    assert all(torch.equal(after[name], value) for name, value in spelled_out.weights().items())
-    assert not all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(by_name.weights(), spelled_out.weights())
+    assert not all(torch.equal(before[name], tensor) for name, tensor in by_name.weights().items())
 
 
-def test_the_dry_run_says_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_says_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str) -> None:
     (tmp_path / "work").mkdir()
     with runs.working_in(tmp_path / "work", runs.save_model(tmp_path / "tiny")):
-        assert cli.main(["train", "run.toml", "--dry-run", "--algorithm.name", "centred-gspo"]) == 0
+        assert cli.main(["train", "run.toml", "--dry-run", "--algorithm.name", named]) == 0
     out = capsys.readouterr()
     assert 'name = "centred-gspo"' in out.out + out.err
     assert "algorithm centred-gspo;" in out.out + out.err
@@ -126,9 +118,9 @@ def test_an_advantage_and_an_objective_are_one_function_and_one_row_each(tmp_pat
         ),
     }
     text = table.read_text()
-    for before, row in rows.items():
+    for before, added in rows.items():
         assert text.count(before) == 1
-        text = text.replace(before, before + row)
+        text = text.replace(before, before + added)
     table.write_text(text)
 
     advantages, losses, alone, eps, dual, misspelled = package.run(USE).splitlines()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rollover.algorithms import Algorithm
 from rollover.algorithms.advantages import compute_advantages
+from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import policy_loss
 from tests.algorithms.batches import denominators, row, token_batch
 
@@ -88,24 +90,22 @@ class World:
         expected_reward = (self.probabilities(self.logprobs(theta)) * self.rewards_B).sum()
         return torch.autograd.grad(expected_reward, theta)[0]
 
-    def update(
+    def tokens(
         self,
-        algorithm: Algorithm,
+        theta: Tensor,
         delta: float,
         *,
         recorded_T: Tensor | None = None,
         ages_T: Tensor | None = None,
         baseline: bool = True,
-    ) -> Tensor:
-        """Expected ascent direction. ``recorded_T`` replaces the log-probs that the method believes in."""
+    ) -> TokenBatch:
+        """All responses, by their probability. ``recorded_T`` replaces the log-probs that the method believes in."""
         ages_T = self.ages_T if ages_T is None else ages_T
         sampled_T = self.behaviour(delta, ages_T)
         law_B = self.probabilities(sampled_T)
         value = (law_B * self.rewards_B).sum() if baseline else 0.0
-        theta = self.theta.clone().requires_grad_()
-        trainer_T = self.logprobs(theta)
-        tokens = token_batch(
-            trainer_T,
+        return token_batch(
+            self.logprobs(theta),
             self.sample_T,
             torch.zeros(self.num_samples, dtype=torch.int64),
             rollout_logprobs_T=sampled_T if recorded_T is None else recorded_T,
@@ -113,16 +113,17 @@ class World:
             advantages_T=(law_B * (self.rewards_B - value) * self.num_samples)[self.sample_T],
             staleness_T=ages_T,
         )
-        loss, _ = policy_loss(algorithm, tokens, denominators(tokens))
-        return -torch.autograd.grad(loss, theta)[0]
 
-    def error(self, algorithm: Algorithm, delta: float, **kwargs: object) -> float:
-        truth = self.true_gradient()
-        bias = self.update(algorithm, delta, **kwargs) - truth  # type: ignore[arg-type]
+    def error(self, algorithm: Algorithm, delta: float, **kwargs: Any) -> float:
+        """Distance of the expected ascent direction from the truth."""
+        truth, theta = self.true_gradient(), self.theta.clone().requires_grad_()
+        tokens = self.tokens(theta, delta, **kwargs)
+        loss, _ = policy_loss(algorithm, tokens, denominators(tokens))
+        bias = -torch.autograd.grad(loss, theta)[0] - truth
         return float(bias.norm() / truth.norm())
 
 
-def mean_error(algorithm: Algorithm, delta: float, **kwargs: object) -> float:
+def mean_error(algorithm: Algorithm, delta: float, **kwargs: Any) -> float:
     return float(np.mean([World.make(seed).error(algorithm, delta, **kwargs) for seed in SEEDS]))
 
 
@@ -169,6 +170,17 @@ def test_masking_stale_prefixes_loses_their_credit_however_small_the_lag() -> No
     assert min(errors) > 0.5
     first_order = [world.error(TOKEN_IS, delta, ages_T=ages_T) for delta in (0.1, 0.01, 0.001)]
     assert first_order[2] < first_order[0] / 50
+
+
+def test_metrics_of_the_naive_update_look_on_policy_but_for_the_warning() -> None:
+    world = World.make(0)
+    assert world.error(NAIVE, 0.4) > 0.2
+    tokens = world.tokens(world.theta, 0.4)
+    with pytest.warns(UserWarning, match="stale tokens are trained as if"):
+        metrics = policy_loss(NAIVE, tokens, denominators(tokens))[1].finalize()
+    assert (metrics["ratio/mean"], metrics["ratio/max"]) == (1.0, 1.0)
+    assert metrics["clip/low"] == metrics["clip/high"] == metrics["clip/at_start"] == 0
+    assert metrics["warning/stale_uncorrected"] == 1.0
 
 
 def expected_pair_update(name: str, world: World) -> Tensor:

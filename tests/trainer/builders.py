@@ -21,7 +21,8 @@ from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.models import save_model
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.trainer.setup import TrainingSetup
-from rollover.types import FinishReason, Prompt, SampleId, Trajectory
+from rollover.trainer.world import ALONE, World
+from rollover.types import Prompt, SampleId, Trajectory
 from tests.segments import segment
 
 VOCAB = 40
@@ -130,19 +131,9 @@ def assert_gradients(
 
 
 def make_trajectory(
-    sample_id: SampleId,
-    prompt: Prompt,
-    response: Sequence[int],
-    *,
-    reward: float,
-    version: int = 0,
-    finish_reason: FinishReason = FinishReason.STOP,
-    logprobs: Sequence[float] | None = None,
+    sample_id: SampleId, prompt: Prompt, response: Sequence[int], *, reward: float, version: int = 0
 ) -> Trajectory:
-    decoded = segment(response, finish_reason, version=version)
-    if logprobs is not None:
-        decoded = decoded._replace(rollout_logprobs=tuple(logprobs))
-    return Trajectory(sample_id=sample_id, prompt=prompt, segments=(decoded,), reward=reward)
+    return Trajectory(sample_id=sample_id, prompt=prompt, segments=(segment(response, version=version),), reward=reward)
 
 
 def make_batch(
@@ -154,20 +145,14 @@ def make_batch(
     for g in range(num_groups):
         ids = tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(2, 8)))
         prompt = Prompt(prompt_id=f"test/{g}@0", token_ids=ids, text="", source="test")
-        trajectories = []
+        members = []
         for i in range(group_size):
             response = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 25))]
-            trajectories.append(
-                make_trajectory(
-                    SampleId(g, i),
-                    prompt,
-                    response,
-                    reward=rng.random(),
-                    version=step if version is None else version,
-                    logprobs=[-rng.uniform(1.0, 6.0) for _ in response],
-                )
+            made = make_trajectory(
+                SampleId(g, i), prompt, response, reward=rng.random(), version=step if version is None else version
             )
-        groups.append(Group(group_id=g, prompt=prompt, trajectories=tuple(trajectories)))
+            members.append(in_segment(made, rollout_logprobs=tuple(-rng.uniform(1.0, 6.0) for _ in response)))
+        groups.append(group_of(members, g))
     return Batch(step=step, groups=tuple(groups))
 
 
@@ -197,15 +182,20 @@ def untrainable(batch: Batch) -> Batch:
     return changed(batch, broken)
 
 
-def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:
-    """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
+def make_setup(*, algorithm: Algorithm | str = "grpo", **settings: Any) -> TrainingSetup:
+    """``temperature`` and other settings of the run may stand among the config's own."""
     own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "seed": 0, "deterministic": False}
     own |= {key: settings.pop(key) for key in own.keys() & settings.keys()}
-    beside = {key: settings.pop(key) for key in {"resume_from", "world"} & settings.keys()}
     if isinstance(algorithm, str):
         algorithm = resolve(AlgorithmConfig(name=algorithm))
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", **settings})
-    return LocalTrainer(TrainingSetup(config=config, algorithm=algorithm, **own), folder, **beside)
+    return TrainingSetup(config=config, algorithm=algorithm, **own)
+
+
+def make_trainer(
+    folder: Path, *, resume_from: Path | None = None, world: World | None = None, **settings: Any
+) -> LocalTrainer:
+    return LocalTrainer(make_setup(**settings), folder, resume_from=resume_from, world=world or ALONE)
 
 
 def trained(folder: Path, steps: int = 1, **settings: Any) -> LocalTrainer:

@@ -47,22 +47,36 @@ WITH_REFERENCE = resolve(AlgorithmConfig(name="gspo", kl_coef=0.1))
 
 
 @cache
-def alone(folder: Path, algorithm: str, minis: int) -> Trained:
-    return train(None, folder=folder, given=batches(), algorithm=algorithm, mini_batches=minis, **SETTINGS)
+def alone(folder: Path) -> Trained:
+    return train(None, folder=folder, given=batches(), **SETTINGS)
 
 
-@pytest.mark.parametrize(("algorithm", "minis"), [("dapo", 1), ("gspo", 2), ("reinforce++", 2)])
+@pytest.mark.parametrize(
+    ("devices", "tied", "settings"),
+    [
+        (ON_TWO, True, {"algorithm": "dapo"}),
+        (ON_FOUR, True, {"algorithm": "dapo"}),
+        (ON_FOUR, False, {"algorithm": "gspo", "mini_batches": 2}),
+        (ON_FOUR, False, {"algorithm": "reinforce++", "mini_batches": 2}),
+        (ON_FOUR, False, {"algorithm": WITH_REFERENCE, "gradient_checkpointing": True, "mini_batches": 2}),
+        (ON_FOUR, True, {"algorithm": "gspo", "micro_batch_tokens": 10**6}),
+        (ON_FOUR, True, {"algorithm": "dapo", "mini_batches": 2, "micro_batch_tokens": 1}),
+    ],
+    ids=["two", "four", "gspo", "reinforce++", "checkpointed, with a reference", "one row", "a row for each sample"],
+)
 def test_ranks_that_share_rows_compute_what_one_process_does(
-    two: RankPool, four: RankPool, folders: dict[bool, Path], algorithm: str, minis: int
+    two: RankPool,
+    four: RankPool,
+    folders: dict[bool, Path],
+    devices: dict[str, int],
+    tied: bool,
+    settings: dict[str, Any],
 ) -> None:
-    folder = folders[minis == 1]
-    settings = {"algorithm": algorithm, "mini_batches": minis, **SETTINGS}
-    expected = alone(folder, algorithm, minis)
-    for pool, devices in ((two, ON_TWO), (four, ON_FOUR))[minis - 1 :]:
-        first, *others = pool.call(train, folder=folder, given=batches(), **settings, **devices)
-        assert_alike(first, expected)
-        for other in others:
-            assert_alike(other, first, weights=1e-12, metrics=1e-12, maxima=1e-12)
+    settings = {"folder": folders[tied], "given": batches(), **SETTINGS, **settings}
+    first, *others = {2: two, 4: four}[devices["num_devices"]].call(train, **settings, **devices)
+    assert_alike(first, train(None, **settings))
+    for other in others:
+        assert_alike(other, first, weights=1e-12, metrics=1e-12, maxima=1e-12)
 
 
 def test_the_batches_of_these_tests_have_what_is_difficult() -> None:
@@ -85,25 +99,6 @@ def test_the_batches_of_these_tests_have_what_is_difficult() -> None:
                         int((whole[share.own_T] == s).sum() < (whole == s).sum()) for s in own
                     )
     assert all(found.values()), found
-
-
-@pytest.mark.parametrize(
-    ("tied", "settings"),
-    [
-        (False, {"algorithm": WITH_REFERENCE, "gradient_checkpointing": True, "mini_batches": 2}),
-        (True, {"algorithm": "gspo", "micro_batch_tokens": 10**6}),
-        (True, {"algorithm": "dapo", "mini_batches": 2, "micro_batch_tokens": 1}),
-    ],
-    ids=["checkpointed, with a reference", "one row", "a row for each sample"],
-)
-def test_whatever_else_is_set(four: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]) -> None:
-    given, settings = batches(), {"folder": folders[tied], **SETTINGS, **settings}
-    expected = train(None, given=given, **settings)
-    found = four.call(train, given=given, **settings, **ON_FOUR)[0]
-    for one, other in zip(expected.metrics, found.metrics, strict=True):
-        if settings["micro_batch_tokens"] != BUDGET:
-            one["tokens/forward"] = other["tokens/forward"]  # prompts are shared within a row alone
-    assert_alike(found, expected)
 
 
 def test_adapters_are_trained_alike(two: RankPool, folders: dict[bool, Path]) -> None:
@@ -145,8 +140,7 @@ def test_bfloat16_is_as_far_from_float32_as_it_is_without_sharing(two: RankPool,
 
 
 def logits(world: World | None, *, folder: Path, prompts: Sequence[Sequence[int]], **settings: Any) -> Any:
-    own = {} if world is None else {"world": world}
-    return make_trainer(folder, micro_batch_tokens=12, **settings, **own).next_logits(prompts)
+    return make_trainer(folder, world=world, micro_batch_tokens=12, **settings).next_logits(prompts)
 
 
 def test_logits_after_prompts_are_those_of_one_process(two: RankPool, folders: dict[bool, Path]) -> None:
@@ -171,8 +165,7 @@ def with_gradient(
     world: World | None, *, folder: Path, samples: list[TrainingSample]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs of the row of all samples, and the gradient of their sum."""
-    settings = {} if world is None else {"world": world, **ON_TWO}
-    trainer = make_trainer(folder, **settings)
+    trainer = make_trainer(folder, world=world, **({} if world is None else ON_TWO))
     (row,) = pack(samples, 10**6)
     values = logprobs.response_logprobs(trainer._model, shared(row, trainer._context), 0.8)
     values.sum().backward()
@@ -190,7 +183,7 @@ def test_an_untrainable_sample_is_named_and_no_rank_goes_on(four: RankPool, fold
     assert sum(message.startswith("sample g2.1 cannot be trained on: ") for _, message in found) == 2
     given = batches()  # and the ranks can train another
     trained = four.call(train, folder=folders[True], given=given, **SETTINGS, **ON_FOUR)[0]
-    assert_alike(trained, alone(folders[True], "grpo", 1))
+    assert_alike(trained, alone(folders[True]))
 
 
 def test_checkpoints_know_nothing_of_who_shares_rows(
@@ -198,7 +191,7 @@ def test_checkpoints_know_nothing_of_who_shares_rows(
 ) -> None:
     folder, given = folders[True], batches()
     saved = written(two, tmp_path / "step_2", folder=folder, given=given[:2], devices=ON_TWO, **SETTINGS)
-    straight = alone(folder, "grpo", 1).after(2)
+    straight = alone(folder).after(2)
     arguments = {"folder": folder, "given": given[2:], "resume_from": saved, **SETTINGS}
     assert_alike(train(None, **arguments), straight)
     for pool, settings in ((two, {"num_devices": 2}), (two, ON_TWO), (four, ON_FOUR)):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.batch import WasteCause
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
 from rollover.trainer import rank as rank_module
@@ -29,7 +28,6 @@ from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.leading import RankLost
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import Failed
-from rollover.trainer.setup import TrainingSetup
 from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import (
@@ -38,6 +36,7 @@ from tests.trainer.builders import (
     clones,
     make_batch,
     make_folder,
+    make_setup,
     make_trainer,
     untrainable,
 )
@@ -62,12 +61,9 @@ class Undisturbed(NamedTuple):
 
 @contextmanager
 def fleet(folder: Path, tmp_path: Path, told: list[str] | None = None, **settings: Any) -> Iterator[FleetTrainer]:
-    own: dict[str, Any] = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "deterministic": True}
-    own |= {key: settings.pop(key) for key in ("deterministic",) if key in settings}
     resume_from = settings.pop("resume_from", None)
-    config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", "num_devices": 2, **settings})
     opened = FleetTrainer(
-        TrainingSetup(config=config, algorithm=resolve(AlgorithmConfig()), **own),
+        make_setup(**{"num_devices": 2, "deterministic": True, **settings}),
         folder,
         resume_from=resume_from,
         fallback=tmp_path / "staging",

@@ -131,14 +131,11 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert metrics[2]["kl/ref"] > 1e-4
     assert metrics[0]["loss"] == pytest.approx(full.step(make_batch()).metrics["loss"], abs=1e-6)
     with trainer._policy.reference() as reference:
-        samples = make_samples(3)
-        expected = separate_logprobs(make_model(), samples, 1.0)
-        prompts = [s.prompt_ids for s in samples]
+        prompts = [s.prompt_ids for s in make_samples(3)]
         assert reference is trainer._model
         without = trainer.next_logits(prompts)
     assert abs(without - make_trainer(folder).next_logits(prompts)).max() < 1e-5
     assert abs(trainer.next_logits(prompts) - without).max() > 1e-3
-    assert len(expected) == sum(len(s.response_ids) for s in samples)
 
 
 def test_a_checkpoint_holds_adapters_alone(folder: Path, tmp_path: Path) -> None:

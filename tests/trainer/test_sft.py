@@ -16,7 +16,7 @@ from rollover.trainer.config import SFTConfig
 from rollover.trainer.models import open_model
 from rollover.trainer.setup import SFTSetup
 from rollover.trainer.sft import SFTProgress, SFTTrainer, run_sft
-from rollover.trainer.world import World
+from rollover.trainer.world import ALONE, World
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_model, make_samples, separate_logprobs
 from tests.trainer.rank_pool import RankPool
@@ -113,7 +113,7 @@ def test_ranks_warm_up_as_one_process_does(
 def warmed(world: World | None, *, folder: Path, **settings: object) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and norms of gradients, and the weights after them."""
     own = config(**settings)
-    trainer = SFTTrainer(SFTSetup(config=own), folder, **({} if world is None else {"world": world}))
+    trainer = SFTTrainer(SFTSetup(config=own), folder, world=world or ALONE)
     samples = make_samples(own.num_steps * own.batch_size, max_response=12)
     figures = []
     for step in range(own.num_steps):

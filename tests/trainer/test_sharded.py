@@ -66,8 +66,7 @@ sums of 32 terms, 32 * 6e-8 = 2e-6. The ratio of a token differs by as much as i
 
 def train(world: World | None, *, folder: Path, given: list[Batch], **settings: Any) -> Trained:
     """Alone, or on one of several ranks."""
-    settings = {"adam_epsilon": EPSILON, **settings}
-    trainer = make_trainer(folder, **settings, **({} if world is None else {"world": world}))
+    trainer = make_trainer(folder, world=world, **{"adam_epsilon": EPSILON, **settings})
     return told([trainer.step(batch) for batch in given], trainer)
 
 

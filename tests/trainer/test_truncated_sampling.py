@@ -74,7 +74,7 @@ class World:
     rewards_B: Tensor
 
     @classmethod
-    def make(cls, rule: dict[str, Any], seed: int, *, constant: bool = False) -> World:
+    def make(cls, rule: dict[str, Any], seed: int) -> World:
         rng = torch.Generator().manual_seed(seed)
         logits_PV = torch.randn(len(PREFIXES), VOCAB, dtype=torch.float64, generator=rng)
         params = SamplingParams(max_new_tokens=LENGTH, temperature=TEMPERATURE, returns_kept=True, **rule)
@@ -83,7 +83,7 @@ class World:
         world = cls(logits_PV, tuple(kept), torch.rand(len(RESPONSES_BT), dtype=torch.float64, generator=rng))
         drawn = world.truncated(logits_PV).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(logprobs.double(), drawn, atol=1e-5, rtol=0)  # the engine reports the same policy
-        return replace(world, rewards_B=torch.ones_like(world.rewards_B)) if constant else world
+        return world
 
     def truncated(self, logits_PV: Tensor) -> Tensor:
         """The log-probs of the policy with these logits that draws from the kept sets."""
@@ -144,13 +144,6 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy(rule: str, moved:
         exact = world.exact(logits_PV)
         assert relative_error(world.trained(logits_PV), exact) < 1e-12
         assert relative_error(world.trained(logits_PV, replays=False), exact) > 0.3, "what is avoided"
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_constant_reward_has_no_gradient(rule: str) -> None:
-    world = World.make(RULES[rule], 5, constant=True)
-    assert world.trained(world.behaviour_PV).norm() < 1e-12
-    assert world.trained(world.behaviour_PV, replays=False).norm() > 0.02
 
 
 # -- models, rows and batches -----------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +24,20 @@ REWARDS_B = f64(1, 0, 0, 3, 1)
 """Group 0: mean 1/3, squared deviations 4/9 + 1/9 + 1/9 = 2/3. Group 1: mean 2, squared deviations 1 + 1."""
 
 
-def per_sample(algorithm: Algorithm, rewards_B: Tensor = REWARDS_B, group_B: Tensor = GROUP_B) -> Tensor:
-    """With one token a sample, token advantages are sample advantages."""
-    return compute_advantages(
-        algorithm,
-        rewards_B=rewards_B,
-        group_B=group_B,
-        sample_T=torch.arange(len(rewards_B)),
-        loss_mask_T=torch.ones_like(rewards_B),
-    )
+def advantages(
+    algorithm: Algorithm,
+    rewards_B: Tensor = REWARDS_B,
+    group_B: Tensor = GROUP_B,
+    *,
+    sample_T: Sequence[int] | None = None,
+    mask_T: Tensor | None = None,
+    **more: Any,
+) -> Tensor:
+    """By default of one token a sample, none of them masked."""
+    places_T = torch.arange(len(rewards_B)) if sample_T is None else torch.tensor(sample_T)
+    loss_mask_T = torch.ones(len(places_T), dtype=torch.float64) if mask_T is None else mask_T
+    batch = {"rewards_B": rewards_B, "group_B": group_B, "sample_T": places_T, "loss_mask_T": loss_mask_T}
+    return compute_advantages(algorithm, **batch, **more)
 
 
 CENTRED = f64(2 / 3, -1 / 3, -1 / 3, 1, -1)
@@ -60,75 +67,48 @@ CENTRED = f64(2 / 3, -1 / 3, -1 / 3, 1, -1)
     ids=["group_std", "ddof 0 and eps", "group_mean", "whitened", "leave_one_out"],
 )
 def test_an_advantage_has_its_hand_worked_value(algorithm: Algorithm, expected: Tensor, within: float) -> None:
-    torch.testing.assert_close(per_sample(algorithm), expected, rtol=0, atol=within)
+    torch.testing.assert_close(advantages(algorithm), expected, rtol=0, atol=within)
 
 
 def test_reinforce_plus_plus_subtracts_the_kl_of_this_and_later_tokens() -> None:
     # rewards to go with beta 0.1 and KL (0.2, 0.4 | -0.5): 1 - 0.06 = 0.94, 1 - 0.04 = 0.96, 0 + 0.05 = 0.05
     # mean 0.65; deviations 0.29, 0.31, -0.6; variance (0.0841 + 0.0961 + 0.36) / 3 = 0.18006667
     ref_T = f64(-1, -2, -3)
-    actual = compute_advantages(
-        row("reinforce++", kl_coef=0.1),
-        rewards_B=f64(1, 0),
-        group_B=torch.tensor([0, 1]),
-        sample_T=torch.tensor([0, 0, 1]),
-        loss_mask_T=f64(1, 1, 1),
-        proximal_logprobs_T=ref_T + f64(0.2, 0.4, -0.5),
-        ref_logprobs_T=ref_T,
-    )
+    policies = {"proximal_logprobs_T": ref_T + f64(0.2, 0.4, -0.5), "ref_logprobs_T": ref_T}
+    algorithm = row("reinforce++", kl_coef=0.1)
+    actual = advantages(algorithm, f64(1, 0), torch.tensor([0, 1]), sample_T=[0, 0, 1], **policies)
     torch.testing.assert_close(actual, f64(0.29, 0.31, -0.6) / math.sqrt(0.5402 / 3), rtol=0, atol=1e-5)
 
 
 def test_reinforce_plus_plus_whitens_over_trained_tokens_only() -> None:
     # trained: rewards 1, 1 (sample 0) and 0 (sample 2): mean 2/3, variance (1/9 + 1/9 + 4/9) / 3 = 2/9;
     # the masked sample's KL of 5 counts nowhere and its own value is (9 - 2/3) / sqrt(2/9)
-    actual = compute_advantages(
-        row("reinforce++", kl_coef=1.0),
-        rewards_B=f64(1, 9, 0),
-        group_B=torch.tensor([0, 0, 0]),
-        sample_T=torch.tensor([0, 0, 1, 2]),
-        loss_mask_T=f64(1, 1, 0, 1),
-        proximal_logprobs_T=f64(0, 0, 5, 0),
-        ref_logprobs_T=f64(0, 0, 0, 0),
-    )
+    policies = {"proximal_logprobs_T": f64(0, 0, 5, 0), "ref_logprobs_T": f64(0, 0, 0, 0)}
+    tokens = {"sample_T": [0, 0, 1, 2], "mask_T": f64(1, 1, 0, 1)}
+    actual = advantages(row("reinforce++", kl_coef=1.0), f64(1, 9, 0), torch.tensor([0, 0, 0]), **tokens, **policies)
     expected = f64(1 / 3, 1 / 3, 25 / 3, -2 / 3) / math.sqrt(2 / 9)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 def test_equal_rewards_are_exactly_0_when_whitened() -> None:
     """The mean of 19 times 0.1 is not 0.1 in floating point. The last token is masked."""
-    actual = compute_advantages(
-        row("reinforce++", kl_coef=0.0),
-        rewards_B=f64(0.1, 0.1, 0.1, 0.1, -5),
-        group_B=torch.tensor([0, 0, 1, 1, 1]),
-        sample_T=torch.tensor([0] * 3 + [1] * 4 + [2] * 5 + [3] * 7 + [4]),
-        loss_mask_T=f64(*[1] * 19, 0),
-    )
+    tokens = {"sample_T": [0] * 3 + [1] * 4 + [2] * 5 + [3] * 7 + [4], "mask_T": f64(*[1] * 19, 0)}
+    actual = advantages(row("reinforce++", kl_coef=0.0), f64(0.1, 0.1, 0.1, 0.1, -5), **tokens)
     assert actual[:19].tolist() == [0.0] * 19 and actual[19] < 0
 
 
 def test_its_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
     # centred rewards 0.5, -0.5 | 2, -2 on 1, 1, 1, 3 tokens: mean -4/6 = -2/3,
     # squares 0.25 + 0.25 + 4 + 12 = 16.5, variance 16.5/6 - 4/9 = 2.305556
-    actual = compute_advantages(
-        row("reinforce++-baseline"),
-        rewards_B=f64(1, 0, 5, 1),
-        group_B=torch.tensor([0, 0, 1, 1]),
-        sample_T=torch.tensor([0, 1, 2, 3, 3, 3]),
-        loss_mask_T=torch.ones(6, dtype=torch.float64),
-    )
+    groups, tokens = torch.tensor([0, 0, 1, 1]), [0, 1, 2, 3, 3, 3]
+    actual = advantages(row("reinforce++-baseline"), f64(1, 0, 5, 1), groups, sample_T=tokens)
     expected = (f64(0.5, -0.5, 2, -2, -2, -2) + 2 / 3) / math.sqrt(16.5 / 6 - 4 / 9)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_masked_samples_stay_in_the_baseline() -> None:
-    actual = compute_advantages(
-        row("dr-grpo"),
-        rewards_B=torch.tensor([1.0, 0.0]),
-        group_B=torch.tensor([0, 0]),
-        sample_T=torch.tensor([0, 0, 1]),
-        loss_mask_T=torch.tensor([1.0, 1.0, 0.0]),
-    )
+    rewards_B, mask_T = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    actual = advantages(row("dr-grpo"), rewards_B, torch.tensor([0, 0]), sample_T=[0, 0, 1], mask_T=mask_T)
     assert actual.dtype == torch.float32
     assert actual.tolist() == [0.5, 0.5, -0.5]
 
@@ -143,25 +123,18 @@ def test_soft_overlong_punishment_falls_to_minus_1_over_the_buffer() -> None:
 
 def test_a_reward_that_is_not_finite_is_refused_with_its_sample() -> None:
     with pytest.raises(DataError, match="sample 1 of the batch has reward nan"):
-        per_sample(row("grpo"), rewards_B=f64(1, math.nan), group_B=torch.tensor([0, 0]))
+        advantages(row("grpo"), rewards_B=f64(1, math.nan), group_B=torch.tensor([0, 0]))
 
 
 def test_lengths_that_disagree_are_refused() -> None:
     with pytest.raises(DataError, match="5 rewards for 4 samples"):
-        per_sample(row("grpo"), group_B=GROUP_B[:4])
+        advantages(row("grpo"), group_B=GROUP_B[:4])
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_batch_in_which_every_token_is_masked_has_finite_advantages(name: str) -> None:
-    actual = compute_advantages(
-        row(name),
-        rewards_B=f64(1, 0),
-        group_B=torch.tensor([0, 0]),
-        sample_T=torch.tensor([0, 1]),
-        loss_mask_T=f64(0, 0),
-        proximal_logprobs_T=f64(-1, -2),
-        ref_logprobs_T=f64(-1, -1),
-    )
+    policies = {"proximal_logprobs_T": f64(-1, -2), "ref_logprobs_T": f64(-1, -1)}
+    actual = advantages(row(name), f64(1, 0), torch.tensor([0, 0]), mask_T=f64(0, 0), **policies)
     assert bool(actual.isfinite().all())
 
 
@@ -169,15 +142,8 @@ def test_a_batch_in_which_every_token_is_masked_has_finite_advantages(name: str)
 
 
 def by_history(rewards: list[float], baselines: list[Baseline], **columns: object) -> list[float]:
-    alone = torch.arange(len(rewards))
-    return compute_advantages(
-        row("grpo", advantage="history", **columns),
-        rewards_B=f64(*rewards),
-        group_B=alone,
-        sample_T=alone,
-        loss_mask_T=torch.ones(len(rewards)),
-        baseline_B3=torch.tensor(baselines, dtype=torch.float64),
-    ).tolist()
+    algorithm, baseline_B3 = row("grpo", advantage="history", **columns), torch.tensor(baselines, dtype=torch.float64)
+    return advantages(algorithm, f64(*rewards), torch.arange(len(rewards)), baseline_B3=baseline_B3).tolist()
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -189,7 +155,7 @@ def test_history_equals_grpo_for_siblings_of_that_mean_and_deviation(
     siblings = f64(*before)
     baseline = Baseline(siblings.mean().item(), siblings.std(correction=0).item(), len(siblings))
     group = torch.cat([f64(reward), siblings])
-    grpo = per_sample(row("grpo", advantage_ddof=ddof), rewards_B=group, group_B=torch.zeros_like(group).long())
+    grpo = advantages(row("grpo", advantage_ddof=ddof), rewards_B=group, group_B=torch.zeros_like(group).long())
     assert by_history([reward], [baseline], advantage_ddof=ddof) == pytest.approx([grpo[0].item()], rel=1e-9)
 
 
@@ -212,7 +178,7 @@ def test_rare_successes_count_about_as_much_as_in_groups_of_eight(rate: float) -
     rewards = [float(rng.random() < rate) for _ in range(4000)]
     found = advantages_over_time(rewards)
     groups = torch.arange(4000) // 8
-    grpo = per_sample(row("grpo"), rewards_B=f64(*rewards), group_B=groups).tolist()
+    grpo = advantages(row("grpo"), rewards_B=f64(*rewards), group_B=groups).tolist()
     assert max(map(abs, found)) < 7 / math.sqrt(8)
     ours, theirs = ([a for a, r in zip(x, rewards, strict=True) if r] for x in (found, grpo))
     assert 0.8 < statistics.fmean(ours) / statistics.fmean(theirs) < 1.25
@@ -232,14 +198,9 @@ def by_component(
 ) -> Tensor:
     weights_BK = torch.tensor([[1.0, b_weight]], dtype=torch.float64).expand(len(a), 2)
     shaping_B = torch.zeros_like(a) if shaping_B is None else shaping_B
-    return compute_advantages(
-        row(name, advantage="component_std"),
-        rewards_B=a.nan_to_num() + b_weight * b.nan_to_num() + shaping_B,
-        group_B=group_B,
-        sample_T=torch.arange(len(a)),
-        loss_mask_T=torch.ones_like(a),
-        components=ComponentRewards(torch.stack([a, b], 1), weights_BK, shaping_B),
-    )
+    rewards_B = a.nan_to_num() + b_weight * b.nan_to_num() + shaping_B
+    components = ComponentRewards(torch.stack([a, b], 1), weights_BK, shaping_B)
+    return advantages(row(name, advantage="component_std"), rewards_B, group_B, components=components)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
@@ -255,7 +216,7 @@ def test_gdpo_normalises_components_by_group_before_their_weighted_sum(name: str
 def test_gdpo_sees_what_a_sum_of_equal_rewards_hides() -> None:
     # a + b / 2 is 1 for every sample of group 0, which has no signal for GRPO; its a and b differ.
     a, b = f64(1, 0, 0, 0, 0), f64(0, 2, 2, 0, 0)
-    torch.testing.assert_close(per_sample(row("grpo"), a + b / 2), f64(0, 0, 0, 0, 0))
+    torch.testing.assert_close(advantages(row("grpo"), a + b / 2), f64(0, 0, 0, 0, 0))
     assert by_component("grpo", a, b).tolist()[0] > 1
 
 
@@ -282,14 +243,8 @@ def test_a_lone_survivor_has_advantage_0(advantage: str) -> None:
     rewards_B = f64(1, 0, 0, 7, 7)
     group_B = torch.tensor([0, 0, 0, 1, 2])
     components = ComponentRewards(rewards_B[:, None], torch.ones_like(rewards_B)[:, None], torch.zeros_like(rewards_B))
-    actual = compute_advantages(
-        row("grpo", advantage=advantage),
-        rewards_B=rewards_B,
-        group_B=group_B,
-        sample_T=torch.tensor([0, 0, 1, 2, 3, 4]),  # the mean over tokens is not 0
-        loss_mask_T=torch.ones(6),
-        components=components,
-    )
+    tokens = [0, 0, 1, 2, 3, 4]  # the mean over them is not 0
+    actual = advantages(row("grpo", advantage=advantage), rewards_B, group_B, sample_T=tokens, components=components)
     assert actual[4:].tolist() == [0, 0] and actual[0] > 0 > actual[2]
 
 
@@ -299,13 +254,11 @@ def by_turn(*rewards: tuple[float, ...], group_B: Tensor | None = None, shaping_
     table_BK = torch.stack([f64(*each, *[NAN] * (most - len(each))) for each in rewards])
     zeros_B = torch.zeros(len(rewards), dtype=torch.float64)
     turn_T = torch.tensor([k for each in rewards for k in range(len(each)) for _ in range(2)])
-    sample_T = torch.tensor([b for b, each in enumerate(rewards) for _ in range(2 * len(each))])
-    found = compute_advantages(
+    found = advantages(
         row("turn-grpo"),
-        rewards_B=f64(*map(sum, rewards)),
-        group_B=zeros_B.long() if group_B is None else group_B,
-        sample_T=sample_T,
-        loss_mask_T=torch.ones(len(sample_T), dtype=torch.float64),
+        f64(*map(sum, rewards)),
+        zeros_B.long() if group_B is None else group_B,
+        sample_T=[b for b, each in enumerate(rewards) for _ in range(2 * len(each))],
         turns=TurnRewards(table_BK, zeros_B if shaping_B is None else shaping_B, turn_T),
     )
     assert torch.equal(found[::2], found[1::2]), "all tokens of a turn have one advantage"
@@ -329,7 +282,7 @@ def test_a_turn_is_credited_with_what_follows_it() -> None:
 
 def test_credit_of_single_turns_is_that_of_whole_responses() -> None:
     rewards = [(1.0,), (0.0,), (0.25,), (4.0,), (2.0,)]
-    whole = per_sample(row("grpo"), f64(*(reward for (reward,) in rewards))).tolist()
+    whole = advantages(row("grpo"), f64(*(reward for (reward,) in rewards))).tolist()
     assert by_turn(*rewards, group_B=GROUP_B) == pytest.approx(whole, abs=1e-12)
 
 

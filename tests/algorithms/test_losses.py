@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
-from tests.algorithms.batches import WORKED, denominators, f64, gradient, random_batch, row, take, worked_batch
+from tests.algorithms.batches import (
+    WORKED,
+    denominators,
+    f64,
+    gradient,
+    random_batch,
+    row,
+    take,
+    token_batch,
+    worked_batch,
+)
 
 GOLDEN = {
     # Ratios (1.5, 0.9, 0.7), advantages (1, 1, -1), weights (1, 3, 0.5) truncated at 2: factors (1, 2, 0.5).
@@ -60,19 +70,11 @@ AGGREGATED = {
 
 @pytest.mark.parametrize("aggregation", AGGREGATED)
 def test_aggregation_has_its_hand_worked_value(aggregation: str) -> None:
-    worked = worked_batch()
-    extra = {"trainer_logprobs_T": -1.0, "proximal_logprobs_T": -1.0, "rollout_logprobs_T": -1.0}
-    tokens = replace(
-        worked,
-        **{name: torch.cat([getattr(worked, name), f64(value)]) for name, value in extra.items()},
-        ref_logprobs_T=None,
-        advantages_T=f64(1, 1, -1, -3),
-        loss_mask_T=f64(1, 1, 1, 1),
-        staleness_T=torch.tensor([0, 0, 0, 0]),
-        sample_T=torch.tensor([0, 0, 1, 2]),
-        group_B=torch.tensor([0, 0, 1]),
-    )
-    counts = replace(WORKED, num_tokens=4, num_samples=3, num_groups=2, tokens_per_group=(3, 1))
+    names = ("trainer_logprobs_T", "proximal_logprobs_T", "rollout_logprobs_T")
+    now_T, *others = (torch.cat([getattr(worked_batch(), name), f64(-1)]) for name in names)
+    given = {**dict(zip(names[1:], others, strict=True)), "advantages_T": f64(1, 1, -1, -3)}
+    tokens = token_batch(now_T, torch.tensor([0, 0, 1, 2]), torch.tensor([0, 0, 1]), **given)
+    counts = denominators(tokens, max_response_tokens=4)
     loss, _ = policy_loss(row("grpo", aggregation=aggregation), tokens, counts)
     assert loss.item() == pytest.approx(AGGREGATED[aggregation], abs=1e-12)
 

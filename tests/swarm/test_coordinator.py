@@ -443,8 +443,8 @@ def test_a_member_is_checked_before_it_gets_calls_under_each_version() -> None:
 
 
 LIES = {
-    "version that was not confirmed": {"version": 3},
-    "version older than the call accepts": {"version": 0},
+    "version that was not confirmed": {"version": 3, "kv_version": 3},
+    "version older than the call accepts": {"version": 0, "kv_version": 0},
     "token beyond the vocabulary": {"token_ids": pack_ids([VOCAB])},
     "log-prob above 0": {"logprobs": pack_logprobs([0.3])},
     "log-prob that is no number": {"logprobs": pack_logprobs([float("nan")])},

@@ -165,8 +165,7 @@ class VLLMDialect:
 
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         ids = [f"cmpl-{request_id}-0" for request_id in request_ids]
-        if ids:
-            await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
+        await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
 
     async def ask_to_abort_all(self) -> None:
         self._is_stopping = True

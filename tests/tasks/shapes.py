@@ -26,6 +26,10 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
+def asked(*messages: Any, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [*messages], "answer": "2", **columns}
+
+
 def said(speaker: str, text: str) -> dict[str, Any]:
     return {"from": speaker, "value": text}
 
@@ -71,26 +75,21 @@ SHAPES = (
     ),
     Shape(
         "an old thought, which Qwen3 leaves out",
-        {"messages": [user("1"), assistant("2", reasoning_content="3"), user("4")], "answer": "5"},
+        asked(user("1"), assistant("2", reasoning_content="3"), user("4"), answer="5"),
         "1 2 4",
         "5",
     ),
     Shape(
         "a thought before a call",
-        {"messages": [user("1"), assistant("", reasoning_content="3", tool_calls=[CALL]), RESULT], "answer": "5"},
+        asked(user("1"), assistant("", reasoning_content="3", tool_calls=[CALL]), RESULT, answer="5"),
         "1 3 add 7",
         "5",
     ),
-    Shape("a speaker's name", {"prompt": [user("1") | {"name": "Ann"}], "answer": "2"}, refused="drops 'name' of mess"),
-    Shape(
-        "WildChat",
-        {"prompt": [user("1") | {"language": "English", "toxic": False, "header": {"a": "b"}}], "answer": "2"},
-        "1",
-        "2",
-    ),
+    Shape("a speaker's name", asked(user("1") | {"name": "Ann"}), refused="drops 'name' of mess"),
+    Shape("WildChat", asked(user("1") | {"language": "English", "toxic": False, "header": {"a": "b"}}), "1", "2"),
     Shape(
         "a call of OpenAI's old form",
-        {"prompt": [user("1"), assistant("2", function_call={"name": "add"}), user("3")], "answer": "2"},
+        asked(user("1"), assistant("2", function_call={"name": "add"}), user("3")),
         refused="drops 'function_call' of message 2",
     ),
     Shape(
@@ -98,23 +97,14 @@ SHAPES = (
         {"messages": '[{"role": "user", "content": "1", "content": "2"}]', "answer": "3"},
         refused="the key 'content' is there twice",
     ),
-    Shape("chat in parts", {"prompt": [user([{"type": "text", "text": "1"}])], "answer": "2"}, "1", "2"),
-    Shape(
-        "parts with the nulls of parquet",
-        {"prompt": [user([{"type": "text", "text": "1", "image": None}])], "answer": "2"},
-        "1",
-        "2",
-    ),
-    Shape("nulls of parquet", {"prompt": [user("1") | {"name": None}], "answer": "2", "images": None}, "1", "2"),
+    Shape("chat in parts", asked(user([{"type": "text", "text": "1"}])), "1", "2"),
+    Shape("parts with the nulls of parquet", asked(user([{"type": "text", "text": "1", "image": None}])), "1", "2"),
+    Shape("nulls of parquet", asked(user("1") | {"name": None}, images=None), "1", "2"),
     Shape("empty list of images", {"prompt": "1", "answer": "2", "images": []}, "1", "2"),
     Shape("images", {"prompt": "1", "answer": "2", "images": ["a.png"]}, refused="only text is trained"),
     Shape("videos", {"prompt": "1", "answer": "2", "videos": ["x.mp4"]}, refused="column 'videos' is not empty"),
     Shape("audio", {"prompt": "1", "answer": "2", "audio": "x.wav"}, refused="column 'audio' is not empty"),
-    Shape(
-        "a part with an image",
-        {"prompt": [user([{"type": "image"}])], "answer": "2"},
-        refused='a part is {"type": "image"}; leave',
-    ),
+    Shape("a part with an image", asked(user([{"type": "image"}])), refused='a part is {"type": "image"}; leave'),
     Shape("ShareGPT", {"conversations": [said("human", "1"), said("gpt", "2")]}, "1", "2"),
     Shape("ShareGPT, messages", {"messages": [said("human", "1")], "answer": "2"}, "1", "2"),
     Shape(
@@ -142,16 +132,11 @@ SHAPES = (
     Shape("tools that are no list", {"prompt": "1", "tools": "add", "answer": "2"}, refused="'tools': not JSON"),
     Shape(
         "a call and its result",
-        {"prompt": [user("1"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "7"}], "answer": "2"},
+        asked(user("1"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "7"}),
         "1 add 7",
         "2",
     ),
-    Shape(
-        "template arguments",
-        {"prompt": "1", "chat_template_kwargs": {"enable_thinking": False}, "answer": "2"},
-        "1",
-        "2",
-    ),
+    Shape("template arguments", asked(user("1"), chat_template_kwargs={"enable_thinking": False}), "1", "2"),
     Shape("an unknown argument", {"prompt": "1", "chat_template_kwargs": {"think": 1}, "answer": "2"}, refused="think"),
     Shape("an answer that is a number", {"question": "1 + 1", "answer": 2}, "1 + 1", "2"),
     Shape("an answer of null", {"question": "1 + 1", "answer": None}, refused="'answer' is null"),

@@ -22,7 +22,7 @@ from rollover.tasks.prompts import Encoded, PromptEncoder
 from rollover.tasks.sources import JsonlConfig
 from rollover.types import Prompt
 from tests.environments.words import char_tokenizer, ids
-from tests.tasks.test_templates import NO_TEXT, TEMPLATES, oracle, said, tokenizer_of
+from tests.tasks.test_templates import NO_TEXT, TEMPLATES, encoder, oracle, said, tokenizer_of
 
 NAMES = sorted(TEMPLATES.keys() - NO_TEXT)
 CALC = JsonlConfig(
@@ -31,10 +31,6 @@ CALC = JsonlConfig(
 QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
 
 pytestmark = pytest.mark.usefixtures("harmless_modules")
-
-
-def encoder(name: str) -> PromptEncoder:
-    return PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27"))
 
 
 def continued(name: str, *messages: Any) -> tuple[list[int], tuple[int, ...]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from rollover.errors import ConfigError
 from rollover.settings import toml
 from rollover.settings.schema import build
 from rollover.settings.shape import kinds
-from rollover.tasks.config import TasksConfig
+from rollover.tasks.config import CurriculumConfig, TasksConfig
 from rollover.tasks.sources import SourceConfig
 
 GYM: dict[str, Any] = {"kind": "reasoning_gym", "name": "chain_sum"}
@@ -26,31 +28,40 @@ def loaded(text: str) -> TasksConfig:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("make", "fields", "message"),
     [
-        ({**GYM, "name": "a/b"}, "'a/b'"),
-        ({**GYM, "config": {"seed": 1}}, "config.seed"),
-        ({**GYM, "config": {"size": 1}}, "use limit"),
-        ({**GYM, "limit": 0}, "limit must be at least 1, got 0"),
-        ({**GYM, "weight": 0.0}, "weight must be above 0"),
-        ({**GYM, "weight": float("nan")}, "weight must be above 0 and finite, got nan"),
-        ({**FILE, "path": ""}, "path is empty, and kind 'jsonl' needs one"),
-        ({**FILE, "rewards": (ExactConfig(),)}, "set reward or rewards, not both"),
-        ({**GYM, "rewards": (VerifierConfig(), VerifierConfig())}, "two rewards are called 'verifier'"),
-        ({**GYM, "rewards": (VerifierConfig(weight=0.0),)}, "all weights of its rewards are 0"),
-        ({**FILE, "reward": ExactConfig(weight=2.0)}, "a name and a weight are for one of several rewards"),
+        (source, {**GYM, "name": "a/b"}, "'a/b'"),
+        (source, {**GYM, "config": {"seed": 1}}, "config.seed"),
+        (source, {**GYM, "config": {"size": 1}}, "use limit"),
+        (source, {**GYM, "limit": 0}, "limit must be at least 1, got 0"),
+        (source, {**GYM, "weight": 0.0}, "weight must be above 0"),
+        (source, {**GYM, "weight": float("nan")}, "weight must be above 0 and finite, got nan"),
+        (source, {**FILE, "path": ""}, "path is empty, and kind 'jsonl' needs one"),
+        (source, {**FILE, "rewards": (ExactConfig(),)}, "set reward or rewards, not both"),
+        (source, {**GYM, "rewards": (VerifierConfig(), VerifierConfig())}, "two rewards are called 'verifier'"),
+        (source, {**GYM, "rewards": (VerifierConfig(weight=0.0),)}, "all weights of its rewards are 0"),
+        (source, {**FILE, "reward": ExactConfig(weight=2.0)}, "a name and a weight are for one of several rewards"),
         (
+            source,
             {**FILE, "reward": VerifierConfig(), "rewards": (ExactConfig(), VerifierConfig())},
             "'verifier' belongs to reasoning_gym",
         ),
-        ({**FILE, "reward": VerifierConfig()}, "no reward is set; set reward.kind to 'exact'"),
-        ({**FILE, "reward": ExactConfig(), "prompt_column": ()}, "prompt_column is empty; name a column"),
+        (source, {**FILE, "reward": VerifierConfig()}, "no reward is set; set reward.kind to 'exact'"),
+        (source, {**FILE, "reward": ExactConfig(), "prompt_column": ()}, "prompt_column is empty; name a column"),
+        (TasksConfig, {"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
+        (TasksConfig, {"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
+        (TasksConfig, {"chat_template": "off", "chat_template_file": "x"}, "chat_template_file has no effect"),
+        (TasksConfig, {"chat_template": "off", "chat_template_date": "2026-11-27"}, "chat_template_date has no effect"),
+        (TasksConfig, {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
+        (TasksConfig, {"eval_seed": -1}, "eval_seed"),
+        (TasksConfig, {"system_prompt": " "}, "tasks.system_prompt is blank; omit it"),
+        (CurriculumConfig, {"min_visits": 0}, "tasks.curriculum.min_visits must"),
+        *((CurriculumConfig, {"revisit": share}, "tasks.curriculum.revisit must") for share in (-0.1, 1.1, math.nan)),
     ],
 )
-def test_a_source_setting_that_cannot_work_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        source(**fields)
-    assert message in str(caught.value)
+def test_a_setting_that_cannot_work_is_refused_by_name(make: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**fields)
 
 
 EXACT = "reward = { kind = 'exact' }"
@@ -86,35 +97,8 @@ def test_generated_items_are_scored_by_their_verifier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
-        ({"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
-        ({"chat_template": "off", "chat_template_file": "x"}, "chat_template_file has no effect"),
-        ({"chat_template": "off", "chat_template_date": "2026-11-27"}, "chat_template_date has no effect"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
-        ({"eval_seed": -1}, "eval_seed"),
-    ],
-)
-def test_tasks_that_contradict_themselves_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        TasksConfig(**fields)
-    assert message in str(caught.value)
-
-
-def test_train_and_eval_may_name_the_same_source() -> None:
-    TasksConfig(train=(source(**GYM),), eval=(source(**GYM),))
-
-
-@pytest.mark.parametrize(
     "rewards", ["{ kind = 'exact' }, { kind = 'math_verify' }", "{ kind = 'function', function = 'm:f', group = true }"]
 )
 def test_an_evaluation_has_one_reward_that_looks_at_one_response(rewards: str) -> None:
     with pytest.raises(ConfigError, match=r"source 'a' must have one reward, which does not compare siblings"):
         loaded(f"[[eval]]\nkind = 'jsonl'\nname = 'a'\npath = 'x'\nrewards = [{rewards}]")
-
-
-@pytest.mark.parametrize("wrong", ["name = 'a/b'", "weight = nan", "weight = inf"])
-def test_a_name_or_weight_that_cannot_be_used_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"tasks.toml:5: train.0.reward.*(name|weight)"):
-        loaded(f"[[train]]\nkind = 'jsonl'\nname = 'a'\npath = 'x'\nrewards = [{{ kind = 'exact', {wrong} }}]")

@@ -124,12 +124,6 @@ def test_what_is_left_to_draw_is_found_behind_many_solved_rows(monkeypatch: pyte
     assert [history.curriculum.passes_over(prompt(row, 1)) for row in range(10)] == [True] * 9 + [False]
 
 
-@pytest.mark.parametrize("config", [{"min_visits": 0}, {"revisit": -0.1}, {"revisit": 1.1}, {"revisit": float("nan")}])
-def test_settings_without_a_meaning_are_refused(config: Any) -> None:
-    with pytest.raises(ValueError, match=r"tasks.curriculum.(min_visits|revisit) must"):
-        CurriculumConfig(**config)
-
-
 def test_a_source_whose_rows_never_come_again_is_refused() -> None:
     config = TasksConfig(train=(ReasoningGymConfig(name="chain_sum"),), curriculum=CurriculumConfig())
     with pytest.raises(DataError, match=r"source 'chain_sum' has none: set its limit"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
@@ -15,32 +14,17 @@ from rollover.environments.episodes import ClassConfig
 from rollover.environments.episodes.base import Action
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
-from rollover.run.building import build_config
 from rollover.tasks.calculator import Calculator
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import demonstrations
 from rollover.tasks.open import train_source
 from rollover.tasks.prompt_source import examples
-from rollover.tasks.sources import JsonlConfig, ReasoningGymConfig, SourceConfig
+from rollover.tasks.sources import ReasoningGymConfig, SourceConfig
 from rollover.trainer.scratch import build_tokenizer
+from tests.environments.words import char_tokenizer
+from tests.tasks.kit import jsonl, opened
 
 pytestmark = pytest.mark.usefixtures("harmless_modules")
-
-
-class Characters:
-    """One token per character; 0 ends a text."""
-
-    chat_template = None
-    eos_token_id = 0
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(c) for c in t] for t in text]}
-
-    def apply_chat_template(self, conversation: object, *, tokenize: bool, add_generation_prompt: bool) -> str:
-        raise AssertionError("there is no template")
-
-    def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
-        raise AssertionError("nothing is decoded")
 
 
 SUMS = ReasoningGymConfig(
@@ -51,23 +35,13 @@ SUMS = ReasoningGymConfig(
 )
 
 
-def shown(config: SourceConfig, num: int, bare_answers: float = 0.0) -> list[tuple[str, str]]:
-    tokenizer = Characters()
-    source = train_source(TasksConfig(train=(config,), prompt_suffix="\n"), tokenizer, seed=0)
-    drawn = islice(examples(source, tokenizer, end=tokenizer.eos_token_id, bare_answers=bare_answers), num)
-    made = []
-    for prompt_ids, response_ids in drawn:
-        assert response_ids[-1] == 0, "the model must learn to stop"
-        made.append(("".join(map(chr, prompt_ids)), "".join(map(chr, response_ids[:-1]))))
+def shown(config: SourceConfig, num: int, bare_answers: float = 0.0) -> list[tuple[str, ...]]:
+    tokenizer, made = char_tokenizer(), []
+    source = opened(config, tokenizer=tokenizer, prompt_suffix="\n")
+    for example in islice(examples(source, tokenizer, end=1, bare_answers=bare_answers), num):
+        assert example[1][-1] == 1, "the model must learn to stop"
+        made.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in example[:2]))
     return made
-
-
-def test_a_sum_of_three_terms_is_worked_out_in_two_lines_and_an_answer() -> None:
-    for prompt, response in shown(SUMS, 20):
-        assert prompt.endswith("\n")
-        first, second, answer = response.split("\n")
-        assert first.rpartition(" = ")[2] == second.split()[0]
-        assert answer == f"#### {second.rpartition(' = ')[2]}"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
@@ -81,10 +55,8 @@ def test_the_asked_share_shows_the_answer_alone(share: float) -> None:
 
 
 def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in [("1+1?", "2"), ("2+2?", "4")]))
-    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
-    assert set(shown(config, 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
+    rows = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
+    assert set(shown(jsonl(tmp_path / "rows.jsonl", *rows), 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
 
 
 @pytest.mark.parametrize(
@@ -99,10 +71,10 @@ def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
 def test_a_response_ends_where_its_text_ends_whatever_it_spells_out(tmp_path: Path, text: str, taught: str) -> None:
     tokenizer: Any = build_tokenizer([])
     tokenizer.add_tokens(["<think>", "</think>"])
-    (path := tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How?", "answer": text}))
-    row = JsonlConfig(name="file", path=str(path), reward=ExactConfig(extract="whole"))
+    row = {"question": "How?", "answer": text}
+    source = jsonl(tmp_path / "rows.jsonl", row, reward=ExactConfig(extract="whole"))
     end = tokenizer.eos_token_id
-    _, response = next(examples(train_source(TasksConfig(train=(row,)), tokenizer, seed=0), tokenizer, end=end))[:2]
+    _, response = next(examples(opened(source, tokenizer=tokenizer), tokenizer, end=end))[:2]
     assert (response.index(end), response[-1]) == (len(response) - 1, end)
     assert tokenizer.decode(response[:-1]) == taught
     thoughts = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
@@ -111,22 +83,17 @@ def test_a_response_ends_where_its_text_ends_whatever_it_spells_out(tmp_path: Pa
 
 def test_a_number_is_taught_as_the_text_that_its_reward_expects(tmp_path: Path) -> None:
     """Libraries of tables write whole numbers with a fraction in a column in which one is missing."""
-    (path := tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"question": "?", "answer": {n}}}\n' for n in (5.0, 2.5, 7))
-    )
-    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
+    config = jsonl(tmp_path / "rows.jsonl", *({"question": "?", "answer": n} for n in (5.0, 2.5, 7)))
     assert sorted(answer for _, answer in shown(config, 3)) == ["2.5", "5", "7"]
 
 
 def test_a_thought_after_a_prompt_that_has_closed_its_thought_is_refused(tmp_path: Path) -> None:
-    path, closed = tmp_path / "rows.jsonl", "1+1? <think>\n\n</think>"
-    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
-    for question, answer in ((closed, "2"), ("1+1?", "<think>easy</think>2")):
-        path.write_text(json.dumps({"question": question, "answer": answer}))
+    path, closed, thought = tmp_path / "rows.jsonl", "1+1? <think>\n\n</think>", "<think>easy</think>2"
+    for question, answer in ((closed, "2"), ("1+1?", thought)):
+        config = jsonl(path, {"question": question, "answer": answer})
         assert shown(config, 1) == [(f"{question}\n", answer)]
-    path.write_text(json.dumps({"question": closed, "answer": "<think>easy</think>2"}))
     with pytest.raises(DataError, match=r"file/0@0 ends with a closed thought, and its response thinks; set chat_t"):
-        shown(config, 1)
+        shown(jsonl(path, {"question": closed, "answer": thought}), 1)
 
 
 def test_a_task_without_solutions_is_refused_by_name() -> None:
@@ -177,8 +144,3 @@ def test_a_demonstration_that_fails_is_named() -> None:
     source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config, tokenizer, end=0)
     with pytest.raises(DataError, match=r"^environment of prompt sums/0@0, demonstrate: KeyError: 'worked'$"):
         next(examples(source, tokenizer, end=0, lessons=lessons))
-
-
-@pytest.mark.parametrize("name", ["tool", "agent", "sokoban"])
-def test_the_packaged_experiments_with_episodes_can_be_read(name: str) -> None:
-    assert build_config(name).tasks.train[0].environment is not None

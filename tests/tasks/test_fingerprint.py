@@ -10,24 +10,17 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.rewards import ExactConfig
 from rollover.errors import DataError
 from rollover.tasks import fingerprint
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.open import same_datasets
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig, SourceConfig
-
-EXACT = ExactConfig(workers=0)
-
-
-def rows(count: int) -> list[dict[str, str]]:
-    return [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(count)]
+from tests.tasks.kit import EXACT, jsonl, sums
 
 
-def jsonl(path: Path, count: int = 5) -> SourceConfig:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
-    return JsonlConfig(name="sums", path=str(path), reward=EXACT)
+def file_of(path: Path, count: int = 5) -> SourceConfig:
+    return jsonl(path, *sums(count), name="sums")
 
 
 def recorded(tasks: TasksConfig) -> dict[str, Fingerprint]:
@@ -37,13 +30,13 @@ def recorded(tasks: TasksConfig) -> dict[str, Fingerprint]:
 
 
 def test_the_same_files_are_the_same_also_when_they_were_written_again(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl")
+    source = file_of(tmp_path / "a.jsonl")
     tasks = TasksConfig(train=(source,), eval=(source,))
     before = recorded(tasks)
     assert before.keys() == {"train/sums", "eval/sums"}
     os.utime(tmp_path / "a.jsonl", (1, 1))
     assert same_datasets(tasks, before) == before
-    jsonl(tmp_path / "a.jsonl")
+    file_of(tmp_path / "a.jsonl")
     assert same_datasets(tasks, before) == before
 
 
@@ -58,7 +51,7 @@ def test_the_same_files_are_the_same_also_when_they_were_written_again(tmp_path:
 )  # fmt: skip
 def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, change: Any, message: str) -> None:
     file = tmp_path / "a.jsonl"
-    tasks = TasksConfig(**{role: (jsonl(file),)})  # type: ignore[arg-type]
+    tasks = TasksConfig(**{role: (file_of(file),)})  # type: ignore[arg-type]
     before = recorded(tasks)
     if change is None:
         file.unlink()
@@ -72,9 +65,9 @@ def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, 
 
 
 def test_evaluation_rows_may_change_if_training_does_not_leave_them_out(tmp_path: Path) -> None:
-    tasks = TasksConfig(train=(jsonl(tmp_path / "a.jsonl"),), eval=(jsonl(tmp_path / "b.jsonl"),))
+    tasks = TasksConfig(train=(file_of(tmp_path / "a.jsonl"),), eval=(file_of(tmp_path / "b.jsonl"),))
     before = recorded(tasks)
-    jsonl(tmp_path / "b.jsonl", 6)
+    file_of(tmp_path / "b.jsonl", 6)
     with pytest.raises(DataError, match="its rows are no longer those that the run keeps out of training; restore"):
         same_datasets(tasks, before)
     tasks = replace(tasks, keep_eval_out=False)
@@ -88,7 +81,7 @@ def test_evaluation_rows_may_change_if_training_does_not_leave_them_out(tmp_path
 
 def test_a_source_without_a_record_is_recorded_unless_generated(tmp_path: Path) -> None:
     gym = ReasoningGymConfig(name="chain_sum")
-    tasks = TasksConfig(train=(gym, jsonl(tmp_path / "a.jsonl")))
+    tasks = TasksConfig(train=(gym, file_of(tmp_path / "a.jsonl")))
     assert same_datasets(tasks, {}).keys() == {"train/sums"}
     with pytest.raises(DataError, match=r"no file gone.jsonl .* correct its path"):
         same_datasets(TasksConfig(train=(JsonlConfig(name="s", path="gone.jsonl", reward=EXACT),)), None)
@@ -120,25 +113,25 @@ def test_of_a_saved_dataset_rows_count_and_not_files(tmp_path: Path) -> None:
         datasets.Dataset.from_list(table).save_to_disk(tmp_path / name)
         return TasksConfig(train=(HubConfig(name="s", path=str(tmp_path / name), reward=EXACT),))
 
-    before = recorded(saved("one", rows(9)))
+    before = recorded(saved("one", sums(9)))
     assert before["train/s"]["size"] == 9 and before["train/s"]["unit"] == "rows"
-    same_datasets(saved("again", rows(9)), before)
-    changed = rows(9)
+    same_datasets(saved("again", sums(9)), before)
+    changed = sums(9)
     changed[4]["question"] = "?"
     with pytest.raises(DataError, match="9 rows as before, with other content"):
         same_datasets(saved("changed", changed), before)
     with pytest.raises(DataError, match="9 rows then, 8 now"):
-        same_datasets(saved("shorter", rows(8)), before)
+        same_datasets(saved("shorter", sums(8)), before)
 
 
 def test_a_file_that_changes_while_it_is_read_yields_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    opened = jsonl(path).open(seed=0)
-    assert opened[2] == rows(5)[2]
+    opened = file_of(path).open(seed=0)
+    assert opened[2] == sums(5)[2]
     os.utime(path, (1, 1))
-    assert opened[2] == rows(5)[2]
-    jsonl(path, 5)
-    assert opened[2] == rows(5)[2], "written again as it was"
+    assert opened[2] == sums(5)[2]
+    file_of(path)
+    assert opened[2] == sums(5)[2], "written again as it was"
     path.write_text(path.read_text().replace("0+1", "9+1"))
     with pytest.raises(DataError, match=r"a.jsonl changed while it was being read"):
         opened[2]

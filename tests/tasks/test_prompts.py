@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,18 +68,8 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
         (None, TasksConfig(system_prompt="s"), "hi", "tasks.system_prompt needs a tokenizer"),
         (None, TasksConfig(), MESSAGES, "f.jsonl, line 3: the prompt is a list of messages, which needs"),
         (CHAT, TasksConfig(chat_template="off"), MESSAGES, "which needs a chat template"),
-        (CHAT, TasksConfig(), 7, "f.jsonl, line 3: a prompt is text or a list of messages"),
-        (CHAT, TasksConfig(), [], "f.jsonl, line 3: the prompt is an empty list of messages"),
         (CHAT, TasksConfig(), [{"role": "user"}], "line 3, message 1: content is text or a list of parts, got null"),
         (CHAT, TasksConfig(), [{"role": "user", "content": 7}], "content is text or a list of parts, got 7"),
-        (CHAT, TasksConfig(), [{"role": "user", "content": " "}], "the text of the user's message is blank"),
-        (CHAT, TasksConfig(), [{"from": "human", "value": "hi"}], "the message has no role; the keys are from, value"),
-        (
-            CHAT,
-            TasksConfig(),
-            [{"role": "user", "content": [{"type": "image"}]}],
-            'line 3, message 1: only text can be trained, and a part is {"type": "image"};',
-        ),
         (CHAT, TasksConfig(), " \n", "line 3: the prompt is blank"),
         (None, TasksConfig(), "", "line 3: the prompt is blank"),
         (CHAT, TasksConfig(chat_template_kwargs={"x": 1}), "hi", "chat_template_kwargs.x: the chat template reads no"),
@@ -112,11 +103,9 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
 def test_a_prompt_that_cannot_be_written_out_is_told(
     template: str | None, config: TasksConfig, content: object, message: str
 ) -> None:
-    with pytest.raises(DataError) as caught:
-        PromptEncoder(char_tokenizer(template), config).encode(
-            read_question({}, content, "f.jsonl, line 3"), where="f.jsonl, line 3"
-        )
-    assert message in str(caught.value)
+    where = "f.jsonl, line 3"
+    with pytest.raises(DataError, match=re.escape(message)):
+        PromptEncoder(char_tokenizer(template), config).encode(read_question({}, content, where), where=where)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +121,13 @@ def test_a_template_that_cannot_be_compiled_is_named_with_its_line(tmp_path: Pat
     own = char_tokenizer(template)
     own.name_or_path = str(tmp_path)
     for tokenizer, config in ((own, TasksConfig()), (char_tokenizer(), TasksConfig(chat_template_file=str(file)))):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match="^" + re.escape(f"{file}{reason}")):
             PromptEncoder(tokenizer, config)
-        assert str(caught.value).startswith(f"{file}{reason}")
     file.unlink()
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match="^" + re.escape(f"{tmp_path / 'tokenizer_config.json'}, chat_template{reason}")
+    ):
         PromptEncoder(own, TasksConfig())
-    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}, chat_template{reason}")
 
 
 def test_a_template_file_is_always_read_without_its_byte_order_mark(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,30 +23,11 @@ from rollover.tasks.open import check_source, eval_sources, held_out_texts, trai
 from rollover.tasks.prompt_source import PromptSource
 from rollover.tasks.sources import HubConfig, JsonlConfig, ParquetConfig, ReasoningGymConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
-
-EXACT = ExactConfig(workers=0)
+from tests.tasks.kit import EXACT, jsonl, opened, sums
 
 
 def gym(name: str = "chain_sum", **fields: Any) -> SourceConfig:
     return ReasoningGymConfig(name=name, **fields)
-
-
-def jsonl(path: Path, *rows: dict[str, Any] | str, **fields: Any) -> SourceConfig:
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
-    merged: dict[str, Any] = {"name": "file", "path": str(path), "reward": EXACT, **fields}
-    return JsonlConfig(**merged)
-
-
-def sums(count: int) -> list[dict[str, Any]]:
-    return [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(count)]
-
-
-def opened(*sources: SourceConfig, seed: int = 0, **fields: Any) -> PromptSource:
-    return train_source(TasksConfig(train=sources, **fields), char_tokenizer(), seed=seed)
-
-
-def opened_by(config: TasksConfig, *sources: SourceConfig) -> PromptSource:
-    return train_source(replace(config, train=sources), char_tokenizer(), seed=0)
 
 
 def rows_of(source: PromptSource, indices: range) -> list[int]:
@@ -131,46 +113,40 @@ def test_long_rows_are_left_out_before_the_epoch_is_counted(tmp_path: Path) -> N
     assert sorted(rows_of(source, range(5))) == [0, 1, 2, 4, 5]
 
 
-def test_the_limit_on_length_counts_every_token_the_model_sees(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"question": "12345", "answer": "1"})
-    assert opened(file, max_prompt_tokens=6).num_rows == 1
-    with pytest.raises(DataError, match="each of its 1 prompts is longer than 5 tokens"):
-        opened(file, max_prompt_tokens=5)
-
-
 def test_a_check_shows_the_first_prompt_that_a_run_takes(tmp_path: Path) -> None:
     rows = [{"question": "x" * 40, "answer": "1"}, *sums(2), {"question": "y" * 40, "answer": "1"}]
     file, config = jsonl(tmp_path / "a.jsonl", *rows), TasksConfig(max_prompt_tokens=20, shuffle=False)
-    source, first = check_source(file, config, char_tokenizer())
+    source, first = check_source(file, config, char_tokenizer()) or (None, None)
     assert source is not None and first is not None and (first.text, source.references(first)) == ("0+1", ["1"])
     assert source.left_out == "source 'file' leaves out 2 of 4 rows, each longer than 20 tokens"
-    for refusing in (TasksConfig(max_prompt_tokens=3), TasksConfig(max_prompt_tokens=20, long_prompts="error")):
-        messages = []
-        for use in (lambda c: check_source(file, c, char_tokenizer()), lambda c: opened_by(c, file)):
-            with pytest.raises(DataError) as caught:
-                use(refusing)
-            messages.append(str(caught.value))
-        assert messages[0] == messages[1]
+    refusing: dict[str, Any]
+    for refusing in ({"max_prompt_tokens": 3}, {"max_prompt_tokens": 20, "long_prompts": "error"}):
+        with pytest.raises(DataError) as in_a_run:
+            opened(file, **refusing)
+        with pytest.raises(DataError, match=f"^{re.escape(str(in_a_run.value))}$"):
+            check_source(file, TasksConfig(**refusing), char_tokenizer())
 
 
-def test_an_endless_source_puts_another_item_in_place_of_a_long_one() -> None:
-    config, room = gym(config={"max_terms": 6, "max_digits": 1}), 76
-    everything, short = opened(config), opened(config, max_prompt_tokens=room)
-    texts = [everything.prompt(i).text for i in range(40)]
-    prompts = [short.prompt(i) for i in range(40)]
-    assert all(len(p.token_ids) <= room for p in prompts)
-    kept = [p.text == text for p, text in zip(prompts, texts, strict=True)]
-    assert kept == [len(text) + 1 <= room for text in texts]
-    assert kept.count(False) > 0
+@pytest.mark.parametrize("cause", ["long", "held out"])
+def test_an_endless_source_puts_another_item_in_place_of_one_left_out(cause: str) -> None:
+    config = gym(config={"max_terms": 6, "max_digits": 1})
+    texts = [opened(config).prompt(i).text for i in range(40)]
+    left_out = texts[:9] if cause == "held out" else [text for text in texts if len(text) + 1 > 76]
+    tasks = TasksConfig(train=(config,), max_prompt_tokens=76 if cause == "long" else 1024)
+    held_out = left_out if cause == "held out" else ()
+    source = train_source(tasks, char_tokenizer(), seed=0, held_out=held_out)
+    prompts = [source.prompt(i) for i in range(40)]
+    assert [p.text == text for p, text in zip(prompts, texts, strict=True)] == [text not in left_out for text in texts]
+    assert left_out and not {p.text for p in prompts} & {*left_out}
+    assert all(len(p.token_ids) <= tasks.max_prompt_tokens for p in prompts)
     assert len({p.prompt_id for p in prompts}) == 40
-    assert [short.prompt(i) for i in range(40)] == prompts
+    assert [source.prompt(i) for i in range(40)] == prompts
 
 
 def test_long_prompts_can_be_an_error_with_file_and_line(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", *sums(2), {"question": "x" * 40, "answer": "1"})
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"a.jsonl, line 3: the prompt has 41 tokens, tasks.max_prompt_tokens is 20"):
         opened(file, max_prompt_tokens=20, long_prompts="error")
-    assert "a.jsonl, line 3: the prompt has 41 tokens, tasks.max_prompt_tokens is 20" in str(caught.value)
     with pytest.raises(DataError, match=r"chain_sum.*item 0: the prompt has"):
         opened(gym(), max_prompt_tokens=20, long_prompts="error").prompt(0)
 
@@ -181,46 +157,6 @@ def test_an_endless_source_of_long_prompts_gives_up() -> None:
 
 
 # Columns and formats
-
-
-@pytest.mark.parametrize("prompt", ["prompt", "question", "input"])
-@pytest.mark.parametrize("answer", ["answer", "label", "ground_truth", "solution"])
-def test_the_customary_columns_are_found(tmp_path: Path, prompt: str, answer: str) -> None:
-    source = opened(jsonl(tmp_path / "a.jsonl", {prompt: "1+1", answer: "2", "level": 3}))
-    assert source.prompt(0).text == "1+1"
-    assert source.prompt(0).columns == {answer: "2", "level": 3}
-    assert source.reward_specs[0].answer_column == answer
-
-
-def test_messages_and_nested_answers_are_found(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
-    config = TasksConfig(train=(jsonl(tmp_path / "a.jsonl", row),))
-    source = train_source(config, char_tokenizer(CHAT), seed=0)
-    assert source.prompt(0).text == "<user>1+1\n<assistant>"
-    assert source.prompt(0).columns == row
-    assert source.reward_specs[0].answer_column == "reward_model.ground_truth"
-
-
-def test_a_table_may_be_given_as_json_text(tmp_path: Path) -> None:
-    row = {"question": "q", "reward_model": '{"ground_truth": "34"}'}
-    assert references(jsonl(tmp_path / "a.jsonl", row)) == ["34"]
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [(gzip.compress(b"{}"), "compressed by gzip"), ("{}".encode("utf-16"), "UTF-16")],
-    ids=["gzip", "utf-16"],
-)
-def test_a_file_in_another_encoding_is_told(tmp_path: Path, content: bytes, kind: str) -> None:
-    source = jsonl(path := tmp_path / "a.jsonl", {})
-    path.write_bytes(content + b"\n")
-    with pytest.raises(DataError, match=f"a.jsonl is {kind}, not JSON lines in UTF-8; convert it"):
-        opened(source)
-
-
-def test_a_blank_system_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tasks.system_prompt is blank; omit it"):
-        TasksConfig(system_prompt=" ")
 
 
 def test_keep_columns_keeps_those_and_the_answer(tmp_path: Path) -> None:
@@ -245,11 +181,6 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
         assert [opened(config).prompt(i) for i in range(5)] == [lines.prompt(i) for i in range(5)]
 
 
-def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
-    source = opened(jsonl(tmp_path / "a.jsonl", "", *sums(1), "  ", *sums(1)))
-    assert source.num_rows == 2
-
-
 # What is told when it does not work
 
 
@@ -257,6 +188,8 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     ("rows", "fields", "message"),
     [
         ([], {}, "a.jsonl contains no rows"),
+        ([gzip.compress(b"{}")], {}, "a.jsonl is compressed by gzip, not JSON lines in UTF-8; convert it"),
+        (["{}".encode("utf-16")], {}, "a.jsonl is UTF-16, not JSON lines in UTF-8; convert it"),
         (['{"question": "1", "answer": 1' + "0" * 5000 + "}"], {}, "a.jsonl, line 1: not valid JSON (Exceeds"),
         (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (lists or tables are nested too deeply"),
         ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
@@ -268,7 +201,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             "a.jsonl, line 2: not valid JSON (the key 'answer' is there twice); fix",
         ),
         (['{"question": "1", "answer": "2", "more": [{"a": 1, "a": 1}]}'], {}, "line 1: not valid JSON (the key 'a'"),
-        ([*sums(1), "", "[1]"], {}, "a.jsonl, line 3: expected a JSON object, got list"),
+        ([*sums(1), "", "  ", "[1]"], {}, "a.jsonl, line 4: expected a JSON object, got list"),
         (
             [{"text": "1+1", "answer": "2"}],
             {},
@@ -281,18 +214,12 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             {},
             "columns 'prompt' and 'question' are both candidates; set prompt_column of source 'file' to one",
         ),
-        (
-            [{"question": "1", "label": "2", "answer": "3"}],
-            {},
-            "columns 'answer' and 'label' are both candidates; set answer_column of source 'file' to one",
-        ),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
         (
             [{"question": None, "answer": "3"}],
             {},
             "line 1: column 'question' is null; the columns are question, answer; fix the row or change prompt_column",
         ),
-        ([{"question": "1", "answer": None}], {}, "line 1: column 'answer' is null; the columns are question, answer;"),
         (['{"question": "1+1", "answer": NaN}'], {}, "line 1: column 'answer' is null"),
         (
             [{"question": "1", "reward_model": {"ground_truth": None}}],
@@ -304,7 +231,6 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (sums(1), {"prompt_column": ("question", "text")}, "column 'text' is missing; the columns are question"),
         (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),
         (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),
-        ([{"question": 5, "answer": "1"}], {}, "line 1: a prompt is text or a list of messages"),
     ],
 )
 def test_a_broken_file_is_told_with_its_line_and_mend(
@@ -362,15 +288,20 @@ def test_a_row_without_an_answer_that_can_be_right_is_left_out_and_told(
     assert message in str(caught.value) and "each of its 1 prompts is without a ref" in str(caught.value)
 
 
-def references(source: JsonlConfig) -> list[str]:
-    found, first = check_source(source, TasksConfig(), char_tokenizer())
-    assert found is not None and first is not None
-    return found.references(first)
-
-
-def test_a_check_reads_the_reference_as_the_reward_will(tmp_path: Path) -> None:
-    for reward, answer, shown in ((HASHES, "24 * 3 = 72\n#### 72", ["72"]), (EXACT, ["a", 1.5], ["a", "1.5"])):
-        assert references(jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": answer}, reward=reward)) == shown
+@pytest.mark.parametrize(
+    ("reward", "row", "shown"),
+    [
+        (HASHES, {"answer": "24 * 3 = 72\n#### 72"}, ["72"]),
+        (EXACT, {"answer": ["a", 1.5]}, ["a", "1.5"]),
+        (EXACT, {"reward_model": '{"ground_truth": "34"}'}, ["34"]),
+    ],
+)
+def test_a_check_reads_the_reference_as_the_reward_will(
+    tmp_path: Path, reward: Any, row: dict[str, Any], shown: list[str]
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"question": "q"} | row, reward=reward)
+    found, first = check_source(file, TasksConfig(), char_tokenizer()) or (None, None)
+    assert found is not None and first is not None and found.references(first) == shown
 
 
 def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:
@@ -458,9 +389,7 @@ def test_a_run_without_sources_is_told() -> None:
 
 
 def test_evaluation_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"q{i}", "answer": "1"}) for i in range(20)))
-    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
+    config = jsonl(tmp_path / "rows.jsonl", *({"question": f"q{i}", "answer": "1"} for i in range(20)))
     tasks = TasksConfig(train=(config,), eval=(config,), chat_template="off")
     evaluation = eval_sources(tasks, char_tokenizer(), num_prompts=5)
     held_out = held_out_texts(tasks, evaluation)
@@ -490,24 +419,6 @@ def test_a_question_is_held_out_whatever_is_around_it(tmp_path: Path, row: dict[
     assert source.left_out == "source 'file' leaves out 1 of 2 rows, each an evaluation prompt"
 
 
-def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
-    config = ReasoningGymConfig(
-        name="chain_sum",
-        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        reward=VerifierConfig(workers=0),
-    )
-    tasks = TasksConfig(train=(config,))
-    free = train_source(tasks, char_tokenizer(), seed=0)
-    first = [free.prompt(i).text for i in range(300)]
-    held_out = set(first[:20])
-    kept = train_source(tasks, char_tokenizer(), seed=0, held_out=held_out)
-    again = [kept.prompt(i).text for i in range(300)]
-    assert not held_out & set(again)
-    assert [b for a, b in zip(first, again, strict=True) if a not in held_out] == [
-        a for a in first if a not in held_out
-    ]
-
-
 @pytest.mark.parametrize(
     ("texts", "reason"),
     [
@@ -523,6 +434,6 @@ def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
 def test_a_source_of_which_nothing_is_left_says_why(tmp_path: Path, texts: tuple[str, ...], reason: str) -> None:
     config = jsonl(tmp_path / "rows.jsonl", *({"question": text, "answer": "1"} for text in texts))
     tasks = TasksConfig(train=(config,), max_prompt_tokens=3)
-    with pytest.raises(DataError) as caught:
+    told = re.escape(f"source 'file': each of its {len(texts)} prompts {reason}")
+    with pytest.raises(DataError, match=f"^{told}$"):
         train_source(tasks, char_tokenizer(), seed=0, held_out={"q"})
-    assert str(caught.value) == f"source 'file': each of its {len(texts)} prompts {reason}"

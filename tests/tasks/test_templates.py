@@ -72,10 +72,12 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def encoder(name: str) -> PromptEncoder:
+    return PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27"))
+
+
 def encoded(name: str, content: Any, **columns: Any) -> tuple[int, ...]:
-    config = TasksConfig(chat_template_date="2026-11-27")
-    question = read_question(columns, content, "row 1")
-    return PromptEncoder(tokenizer_of(name), config).encode(question, where="row 1").token_ids
+    return encoder(name).encode(read_question(columns, content, "row 1"), where="row 1").token_ids
 
 
 def outcome(content: Any, **columns: Any) -> set[str]:
@@ -172,11 +174,7 @@ def test_each_text_of_a_message_is_written_or_refused_by_its_key(name: str) -> N
 
 
 def test_nothing_is_unusual_about_the_templates_of_real_models() -> None:
-    found = {
-        name: PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27")).findings()
-        for name in TEMPLATES
-    }
-    assert {name: each for name, each in found.items() if each} == {}
+    assert {name: found for name in TEMPLATES if (found := encoder(name).findings())} == {}
 
 
 def test_a_thought_before_a_call_is_in_the_prompt() -> None:
@@ -236,13 +234,6 @@ def read(shape: Shape) -> str | None:
         assert text.startswith(f"<|im_start|>user\n{shape.text}<|im_end|>\n<|im_start|>assistant\n"), text
     assert reference == shape.reference
     return None
-
-
-def test_several_columns_make_up_a_prompt() -> None:
-    row = {"title": "add", "body": "1, 2", "answer": "3"}
-    columns = ColumnMap(ColumnSettings(source="data", prompt=("title", "body")), row, "row 0")
-    assert columns.question(row, "row 0").content == "add\n\n1, 2"
-    assert columns.question(row | {"body": ""}, "row 1").content == "add"
 
 
 @pytest.mark.parametrize("begun", [{"input": ""}, {}])

@@ -117,10 +117,6 @@ def gives_up(row: Row) -> None:
     begun("/chat/completions", {"messages": [{"role": "user", "content": "a"}]})  # while the reply is awaited
 
 
-def differs(row: Row) -> None:
-    ask([{"role": "user", "content": os.urandom(4).hex()}])
-
-
 def forks(row: Row) -> None:
     """Starts a program that outlives it, unless it is killed too."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 from collections.abc import AsyncIterator, Iterator
 from functools import lru_cache, partial
@@ -71,20 +70,6 @@ def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
     return [1.0]
 
 
-def freezes(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Waits in C without letting go of the interpreter lock: only a signal ends it."""
-    ctypes.PyDLL(None).pause()
-    return [1.0]
-
-
-def dies(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    os._exit(7)
-
-
-def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    raise KeyError("nothing here")
-
-
 def once_bad(prompts: list[str], completions: list[str], path: list[str], **columns: Any) -> list[float]:
     """Fails on its first call, told by a file."""
     if not os.path.exists(path[0]):
@@ -112,10 +97,6 @@ def ranked(prompts: list[str], completions: list[str], **columns: Any) -> list[f
     return [lengths.index(len(one)) / max(1, len(lengths) - 1) if one else None for one in completions]
 
 
-def out_of_its_own_time(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    raise TimeoutError("the judge did not answer")
-
-
 def of_a_conversation(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
     assert [turn["role"] for turn in prompts[0]] == ["system", "user"]
     assert completions == [[{"role": "assistant", "content": "x"}]]
@@ -137,11 +118,9 @@ class Nameless(BaseException):
         raise RuntimeError
 
 
-ODD_ERRORS = (KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError, BaseException, Nameless)
-
-
-def always_one(completions: list[str], **columns: Any) -> list[float]:
-    return [1]
+ODD_ERRORS = (
+    KeyError, TimeoutError, KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError, BaseException, Nameless,
+)  # fmt: skip
 
 
 def titled(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
+import re  # noqa: F401  (so that what is given may use it)
 import signal
-import sys
+import sys  # noqa: F401
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -28,80 +28,13 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def wait(seconds: float) -> str:
-    """Wait.
-
-    Args:
-        seconds: how long
-    """
-    time.sleep(seconds)
-    return "waited"
-
-
-def noted(path: str, seconds: float) -> str:
-    """Write a line, and wait.
-
-    Args:
-        path: of the file
-        seconds: how long
-    """
-    with open(path, "a") as file:
-        file.write(f"{seconds}\n")
-    time.sleep(seconds)
-    return "noted"
-
-
-def hog() -> None:
-    """Hold the interpreter for hours."""
-    re.match("(a+)+$", "a" * 60 + "b")
-
-
-def fail() -> float:
-    """Fail."""
-    return 1 / 0
-
-
 def unexplained(x: int) -> int:
     return x
-
-
-def echo(text: str) -> str:
-    """Repeat.
-
-    Args:
-        text: what to repeat
-    """
-    text.encode()
-    return text
-
-
-def half() -> str:
-    """Return half a character, as names of files can hold."""
-    return "a\udc80b"
-
-
-def leave(code: int) -> None:
-    """End the process.
-
-    Args:
-        code: its exit code
-    """
-    os._exit(code)
-
-
-def stop_here() -> None:
-    """Raise SystemExit."""
-    sys.exit(3)
 
 
 def plus(text: str) -> list[Any]:
     left, _, right = text.partition("+")
     return [("add", {"a": int(left), "b": int(right)})] if right else []
-
-
-def interrupt() -> None:
-    """Raise KeyboardInterrupt."""
-    raise KeyboardInterrupt
 
 
 LOOPS = set[asyncio.AbstractEventLoop]()
@@ -143,12 +76,16 @@ class Bare:
 
 
 def give(what: str) -> Any:
-    """Return a value.
+    """Return a value, unless to compute it raises, hangs or ends the process.
 
     Args:
         what: the value, as Python
     """
     return eval(what)
+
+
+async def blocks() -> None:
+    time.sleep(3600)
 
 
 def by_position(a: int, /) -> int:

@@ -17,12 +17,9 @@ SLEEPER = ["sleep", "600"]
 
 
 def _own(completions: list[str]) -> list[float]:
-    return [float(completions[0].split()[-1])]
-
-
-def _hang_if_asked(completions: list[str]) -> None:
     while "hang" in completions[0]:
         time.sleep(600)
+    return [float(completions[0].split()[-1])]
 
 
 def forks_and_returns_twice(completions: list[str], **columns: Any) -> list[float]:
@@ -45,13 +42,11 @@ def leaves_a_child_that_waits(completions: list[str], **columns: Any) -> list[fl
 
 def leaves_a_program(completions: list[str], **columns: Any) -> list[float]:
     subprocess.Popen(SLEEPER, close_fds=False)
-    _hang_if_asked(completions)
     return _own(completions)
 
 
 def leaves_a_program_in_a_session_of_its_own(completions: list[str], **columns: Any) -> list[float]:
     subprocess.Popen(SLEEPER, start_new_session=True)
-    _hang_if_asked(completions)
     return _own(completions)
 
 
@@ -64,7 +59,6 @@ def leaves_a_daemon(completions: list[str], **columns: Any) -> list[float]:
             os.execvp(SLEEPER[0], SLEEPER)
         os._exit(0)
     os.waitpid(child, 0)
-    _hang_if_asked(completions)
     if "die" in completions[0]:
         os._exit(7)
     return _own(completions)
@@ -83,7 +77,6 @@ def leaves_a_thread(completions: list[str], **columns: Any) -> list[float]:
 def ignores_signals(completions: list[str], **columns: Any) -> list[float]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _hang_if_asked(completions)
     return _own(completions)
 
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,20 +59,35 @@ def episode(*turns: str, answers: Sequence[Observation] = (), index: int = 0) ->
 
 
 @asynccontextmanager
-async def acting(function: str, *, max_new_tokens: int = 500, **settings: Any) -> AsyncIterator[EpisodeActor]:
+async def acting_in(config: Any, max_new_tokens: int = 500, **more: Any) -> AsyncIterator[EpisodeActor]:
     plain: Any = Plain()
-    chosen = {"function": f"{HERE}:{function}"} if function else {}
-    config = AgentConfig(**chosen, **settings)
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens)}, plain)
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens, **more)}, plain)
     try:
         yield actor
     finally:
         await actor.close()
 
 
+def acting(
+    function: str = "", *, max_new_tokens: int = 500, must_post_reward: bool = False, **settings: Any
+) -> AbstractAsyncContextManager[EpisodeActor]:
+    """Have a program act: a function of ``agents.py`` or at a path, or else the ``command`` of the settings."""
+    path = function if ":" in function else f"{HERE}:{function}"
+    config = AgentConfig(**({"function": path} if function else {}), **settings)
+    return acting_in(config, max_new_tokens, must_post_reward=must_post_reward)
+
+
 def content(observation: Observation) -> str:
     assert "".join(map(chr, observation.token_ids)) == json.loads(observation.text)["messages"][0]["content"]
     return "".join(map(chr, observation.token_ids))
+
+
+async def play(actor: EpisodeActor, *replies: str, answers: Sequence[Observation] = (), index: int = 0) -> Trajectory:
+    """Hold an episode to its end, or go on with it, in which these are the model's turns."""
+    found = [*answers]
+    while not found or found[-1].end is None:
+        found.append(await actor.act(episode(*replies[: len(found)], answers=found, index=index), 0.0))
+    return episode(*replies[: len(found) - 1], answers=found, index=index)
 
 
 async def test_each_request_answers_a_turn() -> None:
@@ -104,14 +119,6 @@ async def test_a_program_that_is_lost_is_told_the_recorded_replies() -> None:
         with pytest.raises(RewardError, match="the program ended at request 4"):
             replies = ("ab", "c", "d", "e", "f")
             await actor.act(episode(*replies[:4], answers=[*extra, third], index=2), 0.0)
-
-
-async def play(actor: EpisodeActor, *replies: str, answers: Sequence[Observation] = (), index: int = 0) -> Trajectory:
-    """Hold an episode to its end, or go on with it, in which these are the model's turns."""
-    found = [*answers]
-    while not found or found[-1].end is None:
-        found.append(await actor.act(episode(*replies[: len(found)], answers=found, index=index), 0.0))
-    return episode(*replies[: len(found) - 1], answers=found, index=index)
 
 
 def read(trajectory: Trajectory) -> list[str]:
@@ -170,8 +177,7 @@ async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies
 
 async def test_a_late_program_ends_its_episode_with_what_it_has_earned_if_the_config_says_so() -> None:
     async with acting("waits", turn_timeout_s=5.0, on_timeout="end") as actor:
-        first = await actor.act(episode(), 0.0)
-        last = await actor.act(episode("a", answers=[first]), 0.0)
+        last = (await play(actor, "a")).observations[1]
         assert (last.end, last.reward, last.token_ids) == (FinishReason.LENGTH, 1.0, ())
 
 
@@ -181,33 +187,27 @@ async def test_a_request_that_cannot_be_written_out_is_refused_with_the_reason()
         first = await actor.act(episode(), 0.0)
         assert content(first) == "messages: all are blank"
     async with acting("corrects") as actor:
-        assert (await actor.act(episode("a", answers=[first]), 0.0)).end is FinishReason.STOP
+        assert (await play(actor, "a", answers=[first])).finish_reason is FinishReason.STOP
 
 
 async def test_requests_beyond_a_budget_are_refused_and_the_reward_still_counts() -> None:
     async with acting("counts", max_turns=2) as actor:
-        first = await actor.act(episode(), 0.0)
-        second = await actor.act(episode("a", answers=[first]), 0.0)
-        last = await actor.act(episode("a", "b", answers=[first, second]), 0.0)
+        last = (await play(actor, "a", "b")).observations[2]
         assert (last.end, last.reward, last.token_ids) == (FinishReason.LENGTH, 2.0, ())
     async with acting("counts", max_new_tokens=13) as actor:
-        first = await actor.act(episode(), 0.0)
-        assert (await actor.act(episode("abc", answers=[first]), 0.0)).end is FinishReason.LENGTH  # 7 + 3 + 5
+        first, last = (await play(actor, "abc")).observations
+        assert last.end is FinishReason.LENGTH  # 7 + 3 + 5
         second = await actor.act(episode("a", answers=[first], index=1), 0.0)
         assert (len(first.token_ids), content(second)) == (7, "0:a")
     async with acting("counts", max_new_tokens=7) as actor:
         with pytest.raises(RewardError, match="its first request cannot be answered: the conversation has 7 tokens"):
-            await actor.act(episode(), 0.0)
+            await play(actor)
 
 
 async def test_a_program_that_has_to_post_a_reward_fails_its_sample_otherwise() -> None:
-    plain: Any = Plain()
-    source = SourceEnvironment(AgentConfig(function=f"{HERE}:asks_once"), plain, 500, must_post_reward=True)
-    actor = EpisodeActor({"s": source}, plain)
-    first = await actor.act(episode(), 0.0)
-    with pytest.raises(RewardError, match=r"turn 1: the program ended without a reward \(POST /v1/reward\)"):
-        await actor.act(episode("a", answers=[first]), 0.0)
-    await actor.close()
+    async with acting("asks_once", must_post_reward=True) as actor:
+        with pytest.raises(RewardError, match=r"turn 1: the program ended without a reward \(POST /v1/reward\)"):
+            await play(actor, "a")
 
 
 @pytest.mark.parametrize("weight", [0, 0.5])
@@ -222,13 +222,9 @@ async def test_a_reward_that_only_draws_its_curve_need_not_be_posted(weight: flo
         ),
     )
     actor = open_environments(config, char_tokenizer(CHAT), limit=lambda source: 500, seed=1, eval_seed=1)
-    first = await actor.act(episode(), 0.0)
-    last = actor.act(episode("a", answers=[first]), 0.0)
-    if weight:
-        with pytest.raises(RewardError, match="ended without a reward"):
-            await last
-    else:
-        assert (await last).end is FinishReason.STOP
+    ending = pytest.raises(RewardError, match="ended without a reward") if weight else nullcontext()
+    with ending:
+        assert (await play(actor, "a")).finish_reason is FinishReason.STOP
     await actor.close()
 
 
@@ -282,21 +278,16 @@ async def test_a_command_gets_its_row_and_its_own_environment(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "intern.al")
-    plain: Any = Plain()
-    config = AgentConfig(command=(*around, sys.executable, "-c", program))
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain)
-    assert content(await actor.act(episode(), 0.0)) == str(tmp_path) + 2 * "intern.al,127.0.0.1", (
-        "and nothing of the run's"
-    )
-    await actor.close()
+    async with acting(command=(*around, sys.executable, "-c", program)) as actor:
+        found = content(await actor.act(episode(), 0.0))
+        assert found == str(tmp_path) + 2 * "intern.al,127.0.0.1", "and nothing of the run's"
 
 
 async def test_a_script_that_cannot_be_started_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "agent.py"
     script.write_text("print(1)")  # and no line that names Python
     script.chmod(0o755)
-    settings: dict[str, Any] = {"command": (str(script),)}
-    async with acting("", **settings) as actor:
+    async with acting(command=(str(script),)) as actor:
         with pytest.raises(RewardError, match=r"turn 0: the program died \(exit code 126\)"):
             await actor.act(episode(), 0.0)
     assert capfd.readouterr().err == f"environment.command: {script} cannot be started: Exec format error\n"
@@ -310,36 +301,12 @@ async def test_what_a_function_exits_with_is_shown(capfd: pytest.CaptureFixture[
 
 
 async def test_the_packaged_program_works_a_sum_out() -> None:
-    plain: Any = Plain()
-    config = AgentConfig(function="rollover.tasks.calculator_agent:solve")
-    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain)
-    turns, answers = [], list[Observation]()
-    for reply, asked in (("1 + 2 =", "1 + 2 - 9"), ("3 - 9 =", " 3"), ("what =", " -6"), ("so\n#### -6 ", " ?")):
-        begun = replace(episode(*turns, answers=answers), prompt=SUM)
-        answers.append(await actor.act(begun, 0.0))
-        assert content(answers[-1]) == asked + "\n"
-        turns.append(reply)
-    last = await actor.act(replace(episode(*turns, answers=answers), prompt=SUM), 0.0)
-    assert (last.end, last.reward) == (FinishReason.STOP, 1.0)
-    await actor.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "set command or function, and not both"),
-        ({"command": ("a",), "function": "a:b"}, "set command or function, and not both"),
-        ({"function": "a"}, "'a' must read 'module:function'"),
-        ({"function": "a:b", "parser": "xml"}, "'xml' must read 'module:function'"),
-    ],
-)
-def test_wrong_settings_of_agents_are_named(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AgentConfig(**settings)
-
-
-def test_a_missing_program_is_found_before_the_first_episode() -> None:
-    with pytest.raises(DataError, match="there is no executable 'no-such-program'; give its path"):
-        AgentConfig(command=("no-such-program",)).check()
-    with pytest.raises(DataError, match="no function 'nothing'"):
-        AgentConfig(function=f"{HERE}:nothing").check()
+    async with acting("rollover.tasks.calculator_agent:solve") as actor:
+        turns, answers = [], list[Observation]()
+        for reply, asked in (("1 + 2 =", "1 + 2 - 9"), ("3 - 9 =", " 3"), ("what =", " -6"), ("so\n#### -6 ", " ?")):
+            begun = replace(episode(*turns, answers=answers), prompt=SUM)
+            answers.append(await actor.act(begun, 0.0))
+            assert content(answers[-1]) == asked + "\n"
+            turns.append(reply)
+        last = await actor.act(replace(episode(*turns, answers=answers), prompt=SUM), 0.0)
+        assert (last.end, last.reward) == (FinishReason.STOP, 1.0)

@@ -60,8 +60,7 @@ async def test_openai_waits_longer_than_its_time_out_says() -> None:
 
 
 async def test_a_shell_script_is_an_agent() -> None:
-    settings: dict[str, Any] = {"command": ("sh", "-ec", CURL)}
-    async with acting("", **settings) as actor:
+    async with acting(command=("sh", "-ec", CURL)) as actor:
         answers = await play(actor, "It is 3.", "Yes.")
     assert texts(answers) == ["1 + 2?", "Sure?", ""]
     assert answers[-1].reward == 0.5
@@ -70,8 +69,7 @@ async def test_a_shell_script_is_an_agent() -> None:
 async def test_the_program_of_the_documentation_is_an_agent() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "agents.md"
     program = page.read_text().partition("```python\n")[2].partition("```")[0]
-    settings: dict[str, Any] = {"command": (sys.executable, "-c", program)}
-    async with acting("", **settings) as actor:
+    async with acting(command=(sys.executable, "-c", program)) as actor:
         answers = await play(actor, "12 - 34 =", "-22 =", "#### -22 ", question="12 - 34", answer="-22")
     assert texts(answers) == ["12 - 34\n", " -22\n", " ?\n", ""]
     assert answers[-1].reward == 1.0

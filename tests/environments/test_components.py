@@ -123,4 +123,4 @@ def test_a_group_is_ranked_without_the_samples_whose_other_rewards_failed() -> N
         first, failed, last = scores(rewards, "[1]", "[None, 1]", "[10]")
         assert (found(first)[0], isinstance(failed, RewardError), found(last)[0]) == (1.0, True, 11.0)
     with pytest.raises(DataError, match=r"must return a list of 2 numbers, got list \[1\]"):
-        scores([function("always_one", group=True, workers=1)], "a", "b")
+        scores([function(group=True, workers=1)], "[1]", "b")

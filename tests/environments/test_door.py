@@ -31,6 +31,8 @@ from rollover.errors import RewardError
 from tests.environments.test_agents import Plain
 from tests.environments.test_interleavings import Connection
 from tests.speed import within
+from tests.tasks.shapes import assistant as said
+from tests.tasks.shapes import user
 
 CALC: dict[str, Any] = {"type": "function", "function": {"name": "calc", "parameters": {}}}
 CALL = '<tool_call>{"name": "calc", "arguments": {"a": 1}}</tool_call>'
@@ -38,10 +40,6 @@ CALL = '<tool_call>{"name": "calc", "arguments": {"a": 1}}</tool_call>'
 
 def request(*messages: Any, **more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": list(messages), **more}).encode()
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def reply(text: str, number: int = 1, *, tools: Any = ()) -> ChatReply:
@@ -139,10 +137,6 @@ async def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any)
     return await guest.ask(read_request(request(*messages, **more)), is_retry=is_retry)
 
 
-def said(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
 def tell(guest: Guest, text: str) -> Asked:
     """Reply to the first request that waits."""
     asked, turn = guest.waiting[0], len(guest.said)
@@ -210,11 +204,15 @@ async def test_a_request_joins_the_first_if_it_is_a_retry_or_nobody_waits() -> N
     assert await ask(lost, user("a")) is first, "nobody has heard the reply"
 
 
+def connect(door: Door, key: str, text: str = "a", num_retries: int = 0) -> Connection:
+    return Connection(door, key, "/chat/completions", {"messages": [user(text)]}, num_retries)
+
+
 async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None:
     door, guest, connections = Door(), Guest(), list[Connection]()
     key = door.let_in(guest)
     for num_retries in (0, 0, 1):  # two equal requests, and a retry of the first
-        connections.append(Connection(door, key, "/chat/completions", {"messages": [user("a")]}, num_retries))
+        connections.append(connect(door, key, num_retries=num_retries))
         await asyncio.sleep(0.1)
     first, second, again = connections
     first.gone.set()
@@ -226,17 +224,15 @@ async def test_a_retry_belongs_to_the_request_whose_connection_is_gone() -> None
 
 
 async def test_a_reply_is_heard_by_a_connection_that_comes_for_it_later() -> None:
-    door, guest, connections = Door(), Guest(), list[Connection]()
+    door, guest = Door(), Guest()
     key = door.let_in(guest)
-    for _ in range(2):
-        connections.append(Connection(door, key, "/chat/completions", {"messages": [user("a")]}, 0))
-        await asyncio.sleep(0.1)
-        if guest.waiting:
-            connections[0].gone.set()
-            await connections[0].task
-            tell(guest, "b")
-            assert not guest.has_heard
-    await connections[1].task
+    first = connect(door, key)
+    await asyncio.sleep(0.1)
+    first.gone.set()
+    await first.task
+    tell(guest, "b")
+    assert not guest.has_heard
+    await connect(door, key).task
     assert guest.has_heard and len(guest.turns) == 1
 
 
@@ -261,10 +257,8 @@ async def test_a_long_message_holds_up_nothing_but_its_own_episode() -> None:
     source = SourceEnvironment(AgentConfig(command=("a",)), held, 500)
     door, slow, other = Door(), Guest(write=partial(source.write, {})), Guest()
 
-    def connect(guest: Guest, text: str) -> Connection:
-        return Connection(door, door.let_in(guest), "/chat/completions", {"messages": [user(text)]}, 0)
-
-    first, second, third = connect(slow, "a" * 20_000), connect(slow, "b"), connect(other, "c")
+    key = door.let_in(slow)
+    first, second, third = connect(door, key, "a" * 20_000), connect(door, key, "b"), connect(door, door.let_in(other))
     await asked(other)
     tell(other, "d")
     await third.task
@@ -274,7 +268,7 @@ async def test_a_long_message_holds_up_nothing_but_its_own_episode() -> None:
         await asyncio.sleep(0.01)
     assert [len(tell(slow, "e").token_ids) for _ in range(2)] == [20_000, 1]
     await asyncio.wait([first.task, second.task])
-    late = connect(slow, "f" * 20_000)
+    late = connect(door, key, "f" * 20_000)
     while not held.begun.is_set():
         await asyncio.sleep(0.01)
     slow.leave("it is over")
@@ -307,19 +301,6 @@ async def asked(guest: Guest) -> Asked:
 
 
 @pytest.mark.real_time
-async def test_a_reply_comes_when_the_turn_is_over() -> None:
-    async with visit() as (guest, client):
-        post = asyncio.create_task(client.post("/chat/completions", content=request(user("a"))))
-        assert (await asked(guest)).request.messages == [user("a")]
-        tell(guest, "b")
-        found = (await post).json()
-        assert found["choices"][0]["message"] == {"role": "assistant", "content": "b"}
-        assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-        assert (await client.get("/models")).json()["data"][0]["id"] == "rollover"
-        assert (await client.post("/reward", json={"reward": 0.5})).status_code == 200 and guest.reward == 0.5
-
-
-@pytest.mark.real_time
 async def test_bytes_without_a_meaning_keep_a_connection_alive() -> None:
     """A client that allows less than the wait between two bytes gets its reply."""
     async with visit(keep_alive_s=0.01) as (guest, client):
@@ -338,7 +319,9 @@ async def test_bytes_without_a_meaning_keep_a_connection_alive() -> None:
                 assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": "b1"}
                 assert pieces[-2]["choices"][0]["finish_reason"] == "stop"
             else:
-                assert json.loads(got)["choices"][0]["message"]["content"] == "b0"
+                found = json.loads(got)
+                assert found["choices"][0]["message"] == {"role": "assistant", "content": "b0"}
+                assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 
 
 @pytest.mark.real_time
@@ -353,14 +336,16 @@ async def test_only_a_running_episode_is_let_in() -> None:
             assert (await client.get("/models", headers=headers)).status_code == 401, key
         headers = {"Authorization": f"Bearer {keys[0]}"}
         assert (await client.get("/models")).status_code == 401
-        assert (await client.get("/models", headers=headers)).status_code == 200
+        assert (await client.get("/models", headers=headers)).json()["data"][0]["id"] == "rollover"
         response = await client.post("/responses", content=b"{}", headers=headers)
         assert response.status_code == 404 and "use chat completions" in response.json()["error"]["message"]
         large = await client.post("/chat/completions", content=b" " * (2**20 + 1), headers=headers)
         assert large.status_code == 413
         for content in (b"1", b'{"reward": "NaN"}', b'{"reward": 1e16}', b'{"reward": 1%b}' % (b"0" * 400)):
             assert (await client.post("/reward", content=content, headers=headers)).status_code == 400
-    assert guests[0].reward is None and not door.url.startswith("http://0.0.0.0")
+        assert guests[0].reward is None
+        assert (await client.post("/reward", json={"reward": 0.5}, headers=headers)).status_code == 200
+    assert guests[0].reward == 0.5 and not door.url.startswith("http://0.0.0.0")
     await door.close()
 
 

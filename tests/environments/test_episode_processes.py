@@ -11,46 +11,37 @@ from typing import Any
 import pytest
 
 from rollover.environments.child import Child
-from rollover.environments.episodes import ClassConfig, ToolsConfig, host
-from rollover.environments.episodes.actor import EpisodeActor
-from rollover.environments.episodes.agents import SourceEnvironment
+from rollover.environments.episodes import AgentConfig, ClassConfig, ToolsConfig, host
 from rollover.errors import DataError, RewardError
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
-from tests.environments.test_agents import Plain
-from tests.environments.test_episodes import HERE, TOOLS, call
+from rollover.types import FinishReason, Observation, Trajectory
+from tests.environments import test_agents
+from tests.environments.test_agents import Plain, acting_in
+from tests.environments.test_episodes import HERE, TOOLS, call, given
 
 
 def episode(*turns: str, index: int = 0, answers: Sequence[Observation] = ()) -> Trajectory:
-    segments = [Segment(0, tuple(map(ord, text)), (0.0,) * len(text), FinishReason.TURN, 0, 0.0, 0.0) for text in turns]
-    prompt = Prompt(prompt_id="s/0@0", token_ids=(1,), text="p", source="s", columns={"start": 5})
-    return Trajectory(
-        sample_id=SampleId(0, index), prompt=prompt, segments=tuple(segments), observations=tuple(answers)
-    )
-
-
-def actor(config: Any, max_new_tokens: int = 500) -> EpisodeActor:
-    letters: Any = Plain()
-    return EpisodeActor({"s": SourceEnvironment(config, letters, max_new_tokens)}, letters)
+    """An episode whose prompt is the row's."""
+    written = test_agents.episode(*turns, index=index, answers=answers)
+    return replace(written, prompt=replace(written.prompt, token_ids=(1,)), segments=written.segments[1:])
 
 
 async def acted(config: Any, *trajectories: Trajectory) -> list[Any]:
-    acting = actor(config)
-    try:
+    async with acting_in(config) as acting:
         return await asyncio.gather(*(acting.act(t, 0.0) for t in trajectories), return_exceptions=True)
-    finally:
-        await acting.close()
 
 
+pytestmark = pytest.mark.real_time
 FAST = replace(TOOLS, workers=1, turn_timeout_s=2.0)
+HOG = given("re.match('(a+)+$', 'a' * 60 + 'b')")
+"""Holds the interpreter for hours."""
 
 
-@pytest.mark.real_time
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (call("wait", seconds=3600), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
-        (call("hog"), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
-        (call("leave", code=7), r"the environment's process died \(exit code 7\)"),
+        (given("blocks()"), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
+        (HOG, r"it took more than 2 s \(environment\.turn_timeout_s\)"),
+        (given("os._exit(7)"), r"the environment's process died \(exit code 7\)"),
     ],
 )
 async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
@@ -65,33 +56,29 @@ async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
     assert [one.text for one in good] == ["2", "4", "6", "8", "10"]
 
 
-@pytest.mark.real_time
 async def test_a_late_answer_ends_the_episode_if_the_config_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_RESPONSE_S", 0.5)
-    bad = (call("wait", seconds=3600), call("hog"), call("leave", code=7))
+    bad = (given("blocks()"), HOG, given("os._exit(7)"))
     config = replace(FAST, on_timeout="end")
     waited, hogged, died = await acted(config, *(episode(text, index=i) for i, text in enumerate(bad)))
     assert waited == hogged == Observation((), "", 0.0, FinishReason.LENGTH)
     assert isinstance(died, RewardError), "which is no time-out"
 
 
-@pytest.mark.real_time
 async def test_tools_that_hang_together_cost_one_time_out(tmp_path: Path) -> None:
     """No turn is answered a second time, neither a late turn nor a turn beside it."""
     waits = [3600, 0, 3600, 0, 3600]
-    config = replace(FAST, functions=(f"{HERE}:noted",))
-    texts = [call("noted", path=str(tmp_path / "log"), seconds=seconds) for seconds in waits]
-    found = await acted(config, *(episode(text, index=i) for i, text in enumerate(texts)))
+    note = f"open({str(tmp_path / 'log')!r}, 'a').write"
+    texts = [given(f"{note}('{seconds}\\n') and time.sleep({seconds}) or 'noted'") for seconds in waits]
+    found = await acted(FAST, *(episode(text, index=i) for i, text in enumerate(texts)))
     for seconds, answer in zip(waits, found, strict=True):
         assert "took more than 2 s" in str(answer) if seconds else answer.text == "noted"
     assert sorted((tmp_path / "log").read_text().split()) == sorted(map(str, waits))
 
 
-@pytest.mark.real_time
 async def test_a_lost_process_costs_no_episode_its_state() -> None:
     config = ClassConfig(factory=f"{HERE}:Counter", workers=1, turn_timeout_s=30.0)
-    acting = actor(config)
-    try:
+    async with acting_in(config) as acting:
         first = await acting.act(episode("+1"), 0.0)
         second = await acting.act(episode("+1", "+2", answers=[first]), 0.0)
         assert (first.text, second.text, second.reward) == ("6", "8", 2.0)
@@ -102,11 +89,8 @@ async def test_a_lost_process_costs_no_episode_its_state() -> None:
         forged = second._replace(text="9")
         with pytest.raises(RewardError, match="it answered turn 2 with '8' and not with '9'"):
             await acting.act(episode("+1", "+2", "+3", answers=[first, forged], index=2), 0.0)
-    finally:
-        await acting.close()
 
 
-@pytest.mark.real_time
 async def test_a_process_tells_of_each_turn_that_it_repeats() -> None:
     """So that a long episode has the time of its turns, and not that of one."""
     settings = asdict(ClassConfig(factory=f"{HERE}:Counter"))
@@ -122,7 +106,6 @@ async def test_a_process_tells_of_each_turn_that_it_repeats() -> None:
     await child.end()
 
 
-@pytest.mark.real_time
 async def test_a_message_that_the_template_refuses_fails_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> None:
         raise DataError("the chat template rejects these messages: no such role")
@@ -132,22 +115,15 @@ async def test_a_message_that_the_template_refuses_fails_its_sample_alone(monkey
     assert isinstance(failed, RewardError) and "turn 1: the chat template rejects these messages" in str(failed)
 
 
-@pytest.mark.real_time
 async def test_budgets_end_an_episode_and_say_so() -> None:
     said, last = Observation(tuple(map(ord, "2")), "2"), call("add", a=1, b=1)
-    acting = actor(replace(TOOLS, workers=1, max_turns=2), max_new_tokens=2 * len(last) + 3)
-    try:
+    async with acting_in(replace(TOOLS, workers=1, max_turns=2), 2 * len(last) + 3) as acting:
         assert (await acting.act(episode(last), 0.0)).end is None
         assert (await acting.act(episode(last, last, answers=[said]), 0.0)).end is FinishReason.LENGTH
         assert (await acting.act(episode("no call"), 0.0)).end is FinishReason.STOP
-    finally:
-        await acting.close()
-    acting = actor(replace(TOOLS, workers=1), max_new_tokens=len(last) + 1)
-    try:
+    async with acting_in(replace(TOOLS, workers=1), len(last) + 1) as acting:
         full = await acting.act(episode(last), 0.0)
         assert (full.end, full.token_ids, full.text) == (FinishReason.LENGTH, (), "2")
-    finally:
-        await acting.close()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +136,8 @@ async def test_budgets_end_an_episode_and_say_so() -> None:
         (ClassConfig(factory=f"{HERE}:NoStep"), "NoStep has no method 'step'"),
         (ClassConfig(factory=f"{HERE}:Dice", recovery="snapshot"), "Dice has no method 'snapshot'"),
         (ClassConfig(factory=f"{HERE}:Dice", params={"sides": 6}), "do not fit .*unexpected keyword argument 'sides'"),
+        (AgentConfig(command=("no-such-program",)), "there is no executable 'no-such-program'; give its path"),
+        (AgentConfig(function="tests.environments.agents:nothing"), "no function 'nothing'"),
     ],
 )
 def test_wrong_code_is_found_before_the_first_episode(config: Any, message: str) -> None:

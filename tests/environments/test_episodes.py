@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,12 +20,16 @@ from rollover.errors import DataError
 from tests.environments.games import LOOPS, Session
 
 HERE = "tests.environments.games"
-NAMES = ("add", "wait", "fail", "echo", "half", "leave", "stop_here", "hog", "interrupt", "give")
-TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in NAMES))
+TOOLS = ToolsConfig(functions=(f"{HERE}:add", f"{HERE}:give"))
 
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def given(what: str) -> str:
+    """A call of the tool that computes what it is given."""
+    return call("give", what=what)
 
 
 def stepped(config: EnvironmentSettings, *texts: str, seed: int = 7) -> list[dict[str, Any]]:
@@ -34,12 +38,15 @@ def stepped(config: EnvironmentSettings, *texts: str, seed: int = 7) -> list[dic
 
 def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7) -> list[dict[str, Any]]:
     """Return the answers of an environment to turns; to an empty one first, if it writes a part of the prompt."""
-    holder, answers = Holder(config), []
-    for turn, text in enumerate([""] * config.writes_prompts + [*texts]):
-        request = {"key": "g0.0", "row": row, "seed": seed, "num_turns": turn}
-        answers.append(holder.answer(request | {"action": {"text": text, "token_ids": []}}))
+    holder, turns = Holder(config), [""] * config.writes_prompts + [*texts]
+    answers = [holder.answer(request(turn, text, row=row, seed=seed)) for turn, text in enumerate(turns)]
     holder.forget("g0.0")
     return answers
+
+
+def request(turn: int, text: str = "", *, key: str = "g0.0", row: Any = MappingProxyType({}), seed: int = 7) -> Any:
+    action = {"text": text, "token_ids": []}
+    return {"key": key, "row": row, "seed": seed, "num_turns": turn, "action": action}
 
 
 pytestmark = pytest.mark.usefixtures("harmless_modules")
@@ -49,23 +56,23 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
     ("text", "answers"),
     [
         (call("add", a=1, b=2), ["3"]),
-        (f"so {call('add', a=1, b=2)} and {call('wait', seconds=0)}", ["3", "waited"]),
+        (f"so {call('add', a=1, b=2)} and {given('asyncio.sleep(0, 4)')}", ["3", "4"]),
         (call("add", a=1), ["Error: TypeError: add() missing 1 required positional argument: 'b'"]),
         (call("ad", a=1, b=2), ["Error: there is no tool 'ad'; did you mean 'add'?"]),
         ("<tool_call>{nonsense}</tool_call>", ["Error: the call is no JSON"]),
         ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', ["Error: the arguments of the call are no"]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', ["3"]),
-        (call("fail"), ["Error: ZeroDivisionError: division by zero"]),
-        (call("stop_here"), ["Error: SystemExit: 3"]),
-        (call("interrupt"), ["Error: KeyboardInterrupt"]),
+        (given("1 / 0"), ["Error: ZeroDivisionError: division by zero"]),
+        (given("sys.exit(3)"), ["Error: SystemExit: 3"]),
+        (given("(_ for _ in ()).throw(KeyboardInterrupt)"), ["Error: KeyboardInterrupt"]),
         (call("add", a=1, b=2) * 35, [*["3"] * 32, "Error: the last 3 calls were not made: a turn may have 32"]),
-        (call("echo", text="a\ud83d\ude00b\ud83d"), ["a😀b\ufffd"]),
-        (call("half"), ["a\ufffdb"]),
-        ('<tool_call>{"name": "echo", "arguments": "{\\"text\\": \\"a\\\\ud83d\\"}"}</tool_call>', ["a\ufffd"]),
+        (given("'a\ud83d\ude00b\ud83d'"), ["a😀b\ufffd"]),
+        (given(r"'a\udc80b'"), ["a\ufffdb"]),
+        ('<tool_call>{"name": "give", "arguments": "{\\"what\\": \\"\'a\\\\ud83d\'\\"}"}</tool_call>', ["a\ufffd"]),
         ("#### 46", []),
-        (f"<think>within <tool_call></tool_call>: {call('fail')}</think>{call('add', a=1, b=2)}", ["3"]),
+        (f"<think>within <tool_call></tool_call>: {given('1 / 0')}</think>{call('add', a=1, b=2)}", ["3"]),
         (f"The <tool_call> tag, then. {call('add', a=1, b=2)}", ["3"]),
-        (call("echo", text="a <tool_call>"), ["a <tool_call>"]),
+        (given("'a <tool_call>'"), ["a <tool_call>"]),
         (f'<tool_call>{{"name": "add"{call("add", a=1, b=2)}', ["Error: the call is no JSON", "3"]),
         ("<tool_call>add(1, 2)</tool_call>", ["Error: the call is no JSON"]),
         ("<think>I need no <tool_call></think>It is 4, without a <tool_call>.", []),
@@ -91,7 +98,7 @@ def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequenc
     ],
 )
 def test_what_a_tool_returns_is_read_alike_in_every_process(value: str, answer: str) -> None:
-    assert stepped(TOOLS, call("give", what=value))[0]["text"].startswith(answer)
+    assert stepped(TOOLS, given(value))[0]["text"].startswith(answer)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_a_parser_that_returns_no_calls_is_named(returned: str, problem: str) ->
 def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
     in_json = replace(TOOLS, parser="json")
     assert stepped(in_json, '{"name": "add", "arguments": {"a": 1, "b": 2}}')[0]["text"] == "3"
-    two = '```json\n[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "fail"}]\n```'
+    two = '```json\n[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "give"}]\n```'
     assert stepped(in_json, two)[0]["text"].startswith("3\nError")
     assert stepped(in_json, f"```python\nadd(1, 2)\n```\nand now\n{two}")[0]["text"].startswith("3\nError")
     for said in ("done.", "```python\n1\n```\nor\n```python\n2\n```", f"<think>{two}</think>done."):
@@ -156,8 +163,7 @@ def test_random_numbers_belong_to_the_episode() -> None:
     holder, alone, mixed = Holder(config), [a["text"] for a in stepped(config, "", "", "")], []
     for turn in range(3):
         for key, seed in (("g0.0", 7), ("g1.0", 8)):
-            request = {"key": key, "row": {}, "seed": seed, "num_turns": turn, "action": {"text": "", "token_ids": []}}
-            answer = holder.answer(request)
+            answer = holder.answer(request(turn, key=key, seed=seed))
             if key == "g0.0":
                 mixed.append(answer["text"])
     assert mixed == alone
@@ -172,31 +178,14 @@ def test_a_module_is_imported_before_its_process_is_ready(tmp_path: Path, monkey
     assert sys.modules.pop("slow_to_import").Game
 
 
-def test_a_lost_episode_is_repeated_and_a_difference_is_refused() -> None:
-    config = ClassConfig(factory=f"{HERE}:Dice")
-    known = stepped(config, "a", "b", "c")
-    request = {"key": "g0.0", "row": {}, "seed": 7, "num_turns": 2, "action": {"text": "c", "token_ids": []}}
-    holder = Holder(config)
-    assert holder.answer(request) == {"missing": True}
-    history = [
-        ({"text": t, "token_ids": []}, {"text": a["text"], "reward": None})
-        for t, a in zip("ab", known[:2], strict=True)
-    ]
-    assert holder.answer(request | {"history": history}) == known[2]
-    history[1][1]["text"] = "another"
-    again = Holder(config).answer(request | {"history": history})
-    assert "repeated after a restart, it answered turn 2 with" in again["reason"]
-
-
 @pytest.mark.parametrize("recovery", ["replay", "none"])
 def test_a_prompt_that_reset_writes_otherwise_after_a_restart_is_refused(recovery: Any) -> None:
     config = ClassConfig(factory=f"{HERE}:Opens", reset_in_prompt=True, recovery=recovery)
-    turn = {"text": "", "token_ids": []}
-    request = {"key": "g0.0", "row": {"opening": "'a board'"}, "seed": 7, "num_turns": 1, "action": turn}
-    history = [(turn, {"text": "a board", "reward": None})]
-    assert Holder(config).answer(request | {"history": history})["text"] == "1"
+    turn = request(1, row={"opening": "'a board'"})
+    history = [(turn["action"], {"text": "a board", "reward": None})]
+    assert Holder(config).answer(turn | {"history": history})["text"] == "1"
     history[0][1]["text"] = "another board"
-    again = Holder(config).answer(request | {"history": history})
+    again = Holder(config).answer(turn | {"history": history})
     assert "it answered reset with 'a board' and not with 'another board'" in again["reason"]
 
 
@@ -214,16 +203,15 @@ def test_a_lost_episode_comes_back_as_declared(
 ) -> None:
     config = ClassConfig(factory=f"{HERE}:Session", recovery=recovery)
     whole, history, holder = [], [], Holder(config)
-    turn: dict[str, Any] = {"text": "", "token_ids": []}
     for number in range(3):
-        request = {"key": "g0.0", "row": {}, "seed": 7, "num_turns": number, "action": turn}
-        whole.append(holder.answer(request))
-        history.append((turn, {"text": whole[-1]["text"], "reward": None}))
+        turn = request(number)
+        whole.append(holder.answer(turn))
+        history.append((turn["action"], {"text": whole[-1]["text"], "reward": None}))
     assert ("state" in whole[0]) and (json.loads(whole[1]["state"] or "{}") == {"turns": 2}) is config.keeps_state
     past = {"history": history[:2], "state": whole[1]["state"]}
     for asked, expected in [(Holder(config), done_again), (holder, done_after_a_lost_answer)]:
         Session.log.clear()
-        again = asked.answer(request | past)
+        again = asked.answer(turn | past)
         assert Session.log == expected
         assert again == whole[2] if recovery != "none" else again["text"].startswith("1, ")
 
@@ -237,27 +225,9 @@ def test_a_snapshot_that_cannot_be_recorded_fails_its_sample() -> None:
     assert long["reason"] == "its snapshot has more than 1,000,000 characters"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ToolsConfig(functions=()), "functions names no tool"),
-        (lambda: ToolsConfig(functions=("add",)), "'add' must read 'module:function'"),
-        (lambda: ToolsConfig(functions=("a:f", "b:f")), "two tools are called 'f'"),
-        (lambda: replace(TOOLS, max_turns=0), "max_turns must be at least 1, got 0"),
-        (lambda: replace(TOOLS, turn_timeout_s=0.0), "turn_timeout_s must be above 0"),
-        (lambda: ClassConfig(factory="games"), "factory must read 'module:Class'"),
-    ],
-)
-def test_wrong_settings_are_named(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_tools_are_described_by_their_docstrings() -> None:
     (schema,) = replace(TOOLS, functions=(f"{HERE}:add",)).schemas()
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    with pytest.raises(DataError, match=r"unexplained cannot be described to the model .* under 'Args:'"):
-        replace(TOOLS, functions=(f"{HERE}:unexplained",)).schemas()
 
 
 def test_what_async_code_keeps_can_be_used_at_the_next_turn() -> None:
@@ -283,11 +253,15 @@ def test_a_tool_is_offered_under_the_name_that_calls_of_it_have() -> None:
     [
         (ToolsConfig(functions=(f"{HERE}:plus_one",)), "environment: tool plus_one cannot be described to the model"),
         (
+            ToolsConfig(functions=(f"{HERE}:unexplained",)),
+            "unexplained cannot be described to the model .* under 'Args:'",
+        ),
+        (
             ClassConfig(factory=f"{HERE}:OffersNothing"),
-            f"environment.factory: offered_tools of {HERE}:OffersNothing failed (KeyError: 'no config')",
+            f"environment.factory: offered_tools of {HERE}:OffersNothing failed .KeyError: 'no config'",
         ),
     ],
 )
 def test_tools_that_cannot_be_offered_are_named(config: Any, message: str) -> None:
-    with pytest.raises(DataError, match=re.escape(message)):
+    with pytest.raises(DataError, match=message):
         config.schemas()

@@ -28,6 +28,7 @@ from tests.environments.test_agents import Plain
 from tests.rollout.kit import ON_FULL, Rig, content, make_rig
 from tests.rollout.test_episodes import Killed, assert_decoded
 from tests.rollout.test_written_prompts import Unwritten
+from tests.tasks.shapes import user
 from tests.virtual_time import run
 
 LIMIT, STEPS, TIMEOUT_S, TRAIN_S = 80, 3, 60.0, 7.0
@@ -111,10 +112,6 @@ class Asking:
             assert answers[0]["error"]["message"], "a refusal has a reason"
             return None
         return answers[0]["choices"][0]["message"]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def mark(*replies: str) -> str:

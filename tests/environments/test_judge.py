@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -133,17 +134,15 @@ async def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings
     ],
 )
 async def test_a_reply_without_a_usable_score_fails_its_sample_alone(reply: Any, settings: Any, message: str) -> None:
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=rf"^reward judge m of source 's': .*{re.escape(message)}"):
         await score_of(lambda body: reply, retries=0, **settings)
-    assert message in str(caught.value) and str(caught.value).startswith("reward judge m of source 's': ")
 
 
 async def test_a_parser_that_returns_text_is_told_what_to_return() -> None:
     parser = "tests.environments.functions:spelled"
-    with pytest.raises(DataError) as caught:
+    told = f"reward.parser {parser} must return a number, a dict of numbers or None, got str '0.5'"
+    with pytest.raises(DataError, match=told):
         await score_of(lambda body: "0.5", parser=parser)
-    expected = f"reward.parser {parser} must return a number, a dict of numbers or None, got str '0.5'"
-    assert expected in str(caught.value)
 
 
 BAD = [
@@ -281,29 +280,6 @@ async def test_the_key_reaches_the_server_and_nobody_else(
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(DataError, match=r"reward.api_key_env: the environment variable JUDGE_KEY is not set"):
         await score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "127.0.0.1:8000/v1"}, "reward.url must be"),
-        ({"url": "http://me:key@host/v1"}, "a key belongs in reward.api_key_env"),
-        ({"workers": 1}, "use reward.concurrency"),
-        ({"concurrency": 0}, "must be at least 1"),
-        ({"range": (1.0, 0.0)}, "must hold a number and a higher one"),
-        ({"template": "{response} {grade}"}, "has no value for {grade}"),
-        ({"template": "{prompt}"}, "must contain {response}"),
-        ({"pattern": "x", "json_key": "y"}, "exclude each other"),
-        ({"pattern": "("}, "is not a regular expression"),
-        ({"parser": "mine"}, "must read 'module:function'"),
-        ({"api_key_env": "sk-4711"}, "never the key itself"),
-        ({"params": {"temperature": 1.5, "top_p": 0.9}}, "must not hold temperature, which other settings"),
-    ],
-)
-def test_a_judge_that_cannot_work_is_refused_with_the_key(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("{", r"\{")) as caught:
-        JudgeConfig(**({"url": "http://h/v1", "model": "m"} | settings))
-    assert "reward." in str(caught.value)
 
 
 def test_a_dry_run_finds_out_whether_the_address_of_a_judge_answers() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from rollover.environments.reasoning_gym import GymDataset, freeze
 from rollover.environments.rewards import (
     ExactConfig,
     FunctionConfig,
-    MathVerifyConfig,
     RewardConfig,
     VerifierConfig,
     spec_from_json,
@@ -106,25 +106,6 @@ def test_the_reference_may_end_a_worked_solution() -> None:
         scored(config, "#### 72", {"answer": {}})
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"So it is $\boxed{\frac{1}{2}}$.", "0.5", 1.0),
-        (r"So it is $\boxed{0.5}$.", r"\frac{1}{2}", 1.0),
-        ("The answer is 1/2", "$0.5$", 1.0),
-        (r"$\boxed{(x+1)^2}$", "x^2 + 2x + 1", 1.0),
-        (r"$\boxed{x^2}$", "x^2 + 2x + 1", 0.0),
-        (r"$\boxed{\{2, 1\}}$", r"\{1, 2\}", 1.0),
-        (r"$\boxed{1{,}000}$", "1000", 1.0),
-        (r"$\boxed{3}$", "4", 0.0),
-        ("I do not know.", "4", 0.0),
-        ("", "4", 0.0),
-    ],
-)
-def test_math_verify_judges_by_meaning(completion: str, answer: str, reward: float) -> None:
-    assert scored(MathVerifyConfig(), completion, {"answer": answer}) == reward
-
-
 def test_the_verifier_is_the_librarys() -> None:
     entry = GymDataset("chain_sum", {"min_terms": 1, "max_terms": 1}, seed=1).entry(0)
     config = VerifierConfig(extract="hashes")
@@ -166,9 +147,8 @@ def test_a_conversation_reaches_the_function_as_messages() -> None:
 )
 def test_a_function_that_cannot_be_called_is_told_before_the_first_sample(path: str, message: str) -> None:
     spec = RewardSpec(source="s", config=FunctionConfig(function=path), columns=("answer",))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=re.escape(message)):
         spec.config.build(spec)
-    assert message in str(caught.value)
 
 
 def test_a_parameter_no_one_takes_is_told() -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,17 +74,6 @@ async def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> N
                 assert await scorer.score(trajectory(asked, text)) == reward
 
 
-async def test_special_tokens_are_not_part_of_the_response() -> None:
-    async with scoring([spec("length")]) as scorer:
-        assert await scorer.score(trajectory(prompt(), "four")) == 4.0
-
-
-async def test_a_reward_frozen_in_c_is_killed() -> None:
-    async with scoring([spec("freezes", timeout_s=0.3, retries=0)]) as scorer:
-        with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
-            await scorer.score(trajectory(prompt(), "x"))
-
-
 async def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
     async with scoring([spec("hangs", timeout_s=0.3, retries=0)]) as scorer:
         await scorer.score(trajectory(prompt(), "ok"))
@@ -116,63 +104,39 @@ async def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
         assert await scorer.score(trajectory(asked, "x")) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises", "KeyError: 'nothing here' (functions.py, line "),
-        ("dies", "the reward process died (exit code 7)"),
-        ("out_of_its_own_time", "TimeoutError: the judge did not answer (functions.py, line "),
-    ],
-)
-async def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
-    async with scoring([spec(name)]) as scorer:
-        with pytest.raises(RewardError) as caught:
-            await scorer.score(trajectory(prompt(), "x"))
-        text = str(caught.value)
-        assert text.startswith(f"reward {FUNCTIONS}:{name} of source 's': ")
-        assert message in text and "(prompt s/0@0)" in text
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[float('nan')]", "returned nan, which is not finite"),
-        ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
-    ],
-)
-async def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int, text: str, message: str) -> None:
+async def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int) -> None:
     attempts = mock.Mock(side_effect=Rater._attempt)
     with mock.patch.object(Rater, "_attempt", lambda *given, **named: attempts(*given, **named)):
         async with scoring([spec("evaluated", workers=workers, retries=3)]) as scorer:
-            with pytest.raises(RewardError) as caught:
-                await scorer.score(trajectory(prompt(), text))
-            assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
+            with pytest.raises(RewardError, match=rf"{FUNCTIONS}:evaluated returned nan, which is not finite"):
+                await scorer.score(trajectory(prompt(), "[float('nan')]"))
             assert await scorer.score(trajectory(prompt(), "[2]")) == 2.0
             assert attempts.call_count == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-async def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int) -> None:
+async def test_a_return_of_another_form_ends_the_run_unless_one_was_right_before(workers: int) -> None:
     async with scoring([spec("evaluated", workers=workers)]) as scorer:
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(
+            DataError, match=f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got "
+        ) as caught:
             await scorer.score(trajectory(prompt(), "1.0"))
         assert not isinstance(caught.value, RewardError)
-        assert f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got " in str(caught.value)
-
-
-async def test_a_function_that_was_right_once_fails_only_its_sample() -> None:
-    async with scoring([spec("evaluated")]) as scorer:
         assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
-        with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
+        with pytest.raises(RewardError, match=r"must return a list of 1 number, got list \[\]"):
             await scorer.score(trajectory(prompt(), "[]"))
 
 
-async def test_a_function_that_its_process_cannot_build_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = FunctionConfig(function="tests.environments.only_once:reward", workers=1)
+async def test_a_function_that_its_process_cannot_build_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (module := tmp_path / "only_once.py").write_text("def reward(completions, **columns): return [1.0]\n")
+    config = FunctionConfig(function="only_once:reward", workers=1)
     async with scoring([RewardSpec(source="s", config=config)]) as scorer:
-        monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
-        with pytest.raises(DataError, match=r"cannot import 'tests.environments.only_once' \(RuntimeError: once was"):
+        module.write_text("raise RuntimeError('once was enough')\n")
+        with pytest.raises(DataError, match=r"cannot import 'only_once' \(RuntimeError: once was enough"):
             await scorer.score(trajectory(prompt(), "x"))
 
 
@@ -261,6 +225,8 @@ def test_a_curve_lacks_the_episodes_that_were_given_no_reward(weight: float, non
 
 
 ODD_REASONS = [
+    ("KeyError", "KeyError: 'by the function' (functions.py, line "),
+    ("TimeoutError", "TimeoutError: by the function (functions.py, line "),
     ("GeneratorExit", "GeneratorExit: by the function (functions.py, line "),
     ("SystemExit", "SystemExit: by the function (functions.py, line "),
     ("BaseException", "BaseException: by the function (functions.py, line "),
@@ -276,14 +242,14 @@ ODD_REASONS = [
         ("KeyboardInterrupt", "KeyboardInterrupt: by the function (functions.py, line ", 1),
     ],
 )
-async def test_any_exception_fails_its_sample_with_a_reason_and_prints_nothing(
+async def test_any_exception_fails_its_sample_with_function_reason_and_prompt(
     kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = "raises_anything" if workers else "raises_anything_async"
     async with scoring([spec(name, workers=workers, retries=0)]) as scorer:
-        with pytest.raises(RewardError) as caught:
+        said = rf"\Areward {FUNCTIONS}:{name} of source 's': {re.escape(reason)}.*\(prompt s/0@0\)\Z"
+        with pytest.raises(RewardError, match=said):
             await scorer.score(trajectory(prompt(), kind))
-        assert reason in str(caught.value) and "\n" not in str(caught.value)
         assert scorer.num_processes == workers, "the process lives on"
     out, err = capfd.readouterr()
     assert out + err == ""
@@ -348,10 +314,3 @@ def test_a_generator_is_refused(name: str) -> None:
 def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
     with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
         RewardScorer([spec("length", workers=0)], char_tokenizer())
-
-
-def test_the_package_loads_without_its_heavy_friends() -> None:
-    heavy = ("torch", "transformers", "reasoning_gym", "datasets", "pyarrow", "math_verify", "numpy")
-    code = f"import sys, rollover.tasks; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

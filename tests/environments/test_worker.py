@@ -74,23 +74,15 @@ def before_it_answers(parent: socket.socket) -> None:
     ],
 )
 def test_a_worker_whose_parent_has_gone_ends_silently(leave: Callable[[socket.socket], None], code: int) -> None:
-    assert worker_left_by(leave) == (code, b"", b"")
-
-
-def worker_left_by(leave: Callable[[socket.socket], None]) -> tuple[int, bytes, bytes]:
-    """Exit code, standard output and standard error."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(_PATIENCE_S)
         command = [sys.executable, "-m", "rollover.environments.worker", str(theirs.fileno())]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(theirs.fileno(),)
-        ) as worker:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, pass_fds=(theirs.fileno(),), **pipes) as worker:  # type: ignore[call-overload]
             theirs.close()
             leave(ours)
-            assert worker.stdout is not None and worker.stderr is not None
-            out, err = worker.stdout.read(), worker.stderr.read()
-            return worker.wait(_PATIENCE_S), out, err
+            assert (worker.stdout.read(), worker.stderr.read(), worker.wait(_PATIENCE_S)) == (b"", b"", code)
 
 
 PRINTS = """

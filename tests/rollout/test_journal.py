@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +21,10 @@ from rollover.errors import DataError, ResourceError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
-    BatchSkipped,
-    BatchTrained,
     CheckpointSaved,
     Event,
     GroupDropped,
     GroupOpened,
-    Restarted,
-    SampleFailed,
     SampleScored,
     SampleStarted,
     SegmentEnded,
@@ -40,7 +33,7 @@ from rollover.rollout.events import (
 from rollover.rollout.journal import Journal, read_events, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     ON_FULL,
@@ -56,7 +49,6 @@ from tests.rollout.kit import (
 from tests.rollout.test_ledger import state_of
 from tests.rollout.test_statistics import numbers_of
 from tests.segments import batch_of
-from tests.speed import within
 from tests.virtual_time import run
 
 # -- the file -----------------------------------------------------------------------------------------------
@@ -64,66 +56,72 @@ from tests.virtual_time import run
 texts = st.text()
 times = st.floats(0, 1e9)
 sizes = st.integers(0, 2**31 - 1)
-sample_ids = st.builds(SampleId, sizes, st.integers(0, 10**6))
+finite = st.floats(allow_nan=False)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts,
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | finite | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
 token_ids = st.lists(sizes, max_size=20).map(tuple)
-prompts = st.builds(
-    Prompt,
-    prompt_id=texts,
-    token_ids=token_ids,
-    text=texts,
-    source=texts,
-    columns=st.dictionaries(texts, json_values, max_size=3),
+tokens = st.tuples(
+    sizes,
+    st.floats(width=32, allow_nan=False, max_value=0.0),
+    st.binary(max_size=300),
+    st.binary(max_size=300),
 )
 
 
-@st.composite
-def segments(draw: st.DrawFn) -> Segment:
-    ids = draw(token_ids)
-    beside = [tuple(draw(st.lists(st.binary(max_size=300), min_size=n, max_size=n))) for n in (len(ids),) * 2]
-    floats = st.floats(width=32, allow_nan=False, max_value=0.0)
-    return Segment(
-        policy_version=draw(sizes),
-        token_ids=ids,
-        rollout_logprobs=tuple(draw(st.lists(floats, min_size=len(ids), max_size=len(ids)))),
-        finish_reason=draw(st.sampled_from([*FinishReason, None])),
-        kv_version=draw(sizes),
-        start_s=draw(times),
-        end_s=draw(times),
-        num_prefilled_tokens=draw(sizes),
-        kept=beside[0],
-        routes=beside[1],
-    )
+def segment_of(tokens: list[Any], **rest: Any) -> Segment:
+    """``tokens``: id, log-prob, kept set and routes of each."""
+    ids, logprobs, kept, routes = zip(*tokens, strict=True) if tokens else ((),) * 4
+    return Segment(token_ids=ids, rollout_logprobs=logprobs, kept=kept, routes=routes, **rest)
 
 
-events = st.one_of(
-    st.builds(GroupOpened, time_s=times, group_id=sizes, prompt=prompts, group_size=sizes, cursor=sizes),
-    st.builds(SampleStarted, time_s=times, sample_id=sample_ids, policy_version=sizes),
-    st.builds(SegmentEnded, time_s=times, sample_id=sample_ids, segment=segments()),
-    st.builds(
-        SampleScored,
-        time_s=times,
-        sample_id=sample_ids,
-        reward=st.floats(allow_nan=False),
-        shaping=st.floats(allow_nan=False),
-        components=st.dictionaries(texts, st.floats(allow_nan=False)),
-        solved=st.none() | st.booleans(),
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("group_id", "group_size", "cursor", "step", "policy_version", "lost_tokens"), sizes),
+    **dict.fromkeys(("time_s", "pause_s"), times),
+    **dict.fromkeys(("reward", "shaping"), finite),
+    "prompt": st.builds(
+        Prompt,
+        prompt_id=texts,
+        token_ids=token_ids,
+        text=texts,
+        source=texts,
+        columns=st.dictionaries(texts, json_values, max_size=3),
     ),
-    st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts, cause=st.sampled_from(WasteCause)),
-    st.builds(
-        GroupDropped, time_s=times, group_id=sizes, cause=st.sampled_from(WasteCause), prompt_returned=st.booleans()
+    "sample_id": st.builds(SampleId, sizes, st.integers(0, 10**6)),
+    "segment": st.builds(
+        segment_of,
+        tokens=st.lists(tokens, max_size=20),
+        policy_version=sizes,
+        finish_reason=st.sampled_from([*FinishReason, None]),
+        kv_version=sizes,
+        start_s=times,
+        end_s=times,
+        num_prefilled_tokens=sizes,
+        engine=texts,
     ),
-    st.builds(BatchConsumed, time_s=times, step=sizes, group_ids=st.lists(sizes).map(tuple)),
-    st.builds(BatchTrained, time_s=times, step=sizes, untrained=st.dictionaries(st.sampled_from(WasteCause), sizes)),
-    st.builds(BatchSkipped, time_s=times, step=sizes),
-    st.builds(VersionPublished, time_s=times, policy_version=sizes, pause_s=times),
-    st.builds(CheckpointSaved, time_s=times, step=sizes),
-    st.builds(Restarted, time_s=times, step=sizes, redo_from=st.none() | sizes, lost_tokens=sizes),
-)
+    "observation": st.builds(
+        Observation,
+        token_ids=token_ids,
+        text=texts,
+        reward=st.none() | finite,
+        end=st.sampled_from([*FinishReason, None]),
+        start_s=times,
+        end_s=times,
+        state=texts,
+        parent=st.none() | sizes,
+    ),
+    "components": st.dictionaries(texts, finite),
+    "solved": st.none() | st.booleans(),
+    "reason": texts,
+    "cause": st.sampled_from(WasteCause),
+    "prompt_returned": st.booleans(),
+    "group_ids": st.lists(sizes).map(tuple),
+    "untrained": st.dictionaries(st.sampled_from(WasteCause), sizes),
+    "redo_from": st.none() | sizes,
+}
+events = st.one_of(*(st.builds(kind, **{name: FIELDS[name] for name in kind._fields}) for kind in get_args(Event)))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -143,24 +141,19 @@ def some_events(n: int) -> list[Event]:
     return [CheckpointSaved(time_s=float(i), step=i) for i in range(n)]
 
 
-def test_opening_again_goes_on_behind_the_last_event(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    for n in (1, 2):
-        journal = Journal(path)
-        list(journal.read())
-        journal.append(some_events(n))
-        journal.close()
-    journal = Journal(path)
-    assert journal.last_seq == 3 and journal.last_time_s == 1.0
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    """In a file, with two events."""
+    made = Journal(tmp_path / "journal.sqlite")
+    made.append(some_events(2))
+    yield made
+    made.close()
+
+
+def test_a_used_journal_refuses_a_state_that_begins_anew(journal: Journal) -> None:
     journal.close()
-
-
-def test_a_used_journal_refuses_a_state_that_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    first = Journal(path)
-    first.append(some_events(2))
-    first.close()
-    used = Journal(path)
+    used = Journal(journal.path)
+    assert (used.last_seq, used.last_time_s) == (2, 1.0)
     with pytest.raises(RunError, match=r"2 events of an earlier process.*restart\(journal, step=N"):
         used.append(some_events(1))
     with pytest.raises(RunError, match="2 events of an earlier process"):
@@ -172,9 +165,7 @@ def test_a_used_journal_refuses_a_state_that_begins_anew(tmp_path: Path) -> None
     used.close()
 
 
-def test_what_is_appended_together_is_there_together_or_not_at_all(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.append(some_events(2))
+def test_what_is_appended_together_is_there_together_or_not_at_all(journal: Journal) -> None:
     prompt = Prompt(prompt_id="p", token_ids=(1,), text="", source="s", columns={"no": {1, 2}})
     opened = GroupOpened(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1)
     with pytest.raises(DataError, match=r"cannot hold a GroupOpened \(.*set.*\): versions, times and columns of"):
@@ -182,30 +173,24 @@ def test_what_is_appended_together_is_there_together_or_not_at_all(tmp_path: Pat
     assert journal.last_seq == 2
     journal.append(some_events(1))  # and the file can still be written
     assert journal.last_seq == 3
-    journal.close()
 
 
-def test_a_reader_sees_what_a_writer_has_appended_so_far(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.append(some_events(2))
+def test_a_reader_sees_what_a_writer_has_appended_so_far(journal: Journal) -> None:
     reading = read_events(journal.path)
     assert next(reading)[0] == 1
     journal.append(some_events(1))
     assert len(list(reading)) == 1  # one snapshot
     assert len(list(read_events(journal.path))) == 3
-    journal.close()
 
 
 def test_a_closed_journal_is_read_from_a_disk_that_takes_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.append(some_events(2))
     journal.close()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     reading = read_events(journal.path)
     assert next(reading)[0] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.sqlite"]
+    assert [path.name for path in journal.path.parent.iterdir()] == ["journal.sqlite"]
     assert len(list(reading)) == 1
 
 
@@ -236,34 +221,29 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     assert tmp_path.stat().st_mode & 0o777 == 0o755, "a folder keeps its permissions"
 
 
-def test_a_full_disk_is_a_clear_error_and_writes_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.append(some_events(3))
+def test_a_full_disk_is_a_clear_error_and_writes_nothing(journal: Journal) -> None:
     (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ResourceError, match=r"journal\.sqlite.*full.*free some disk space"):
         journal.append(some_events(2000))
-    assert journal.last_seq == 3
+    assert journal.last_seq == 2
     journal._db.execute("PRAGMA max_page_count = 100000")
     journal.append(some_events(2000))
-    assert journal.last_seq == 2003
-    journal.close()
+    assert journal.last_seq == 2002
 
 
-def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
+def test_a_damaged_file_is_a_clear_error(journal: Journal) -> None:
     journal.append(some_events(5000))
     journal.close()
-    with path.open("r+b") as file:
+    with journal.path.open("r+b") as file:
         file.seek(20 * 4096)
         file.write(b"\xff" * 4096 * 8)
     with pytest.raises(RunError, match="is not a journal"):
-        list(read_events(path))
-    journal = Journal(path)
+        list(read_events(journal.path))
+    again = Journal(journal.path)
     with pytest.raises(RunError, match="is not a journal"):
-        list(journal.read())
-    journal.close()
+        list(again.read())
+    again.close()
 
 
 def test_a_journal_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,37 +365,29 @@ def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> N
     assert ledger.tokens.trained == sum(batch_of(forgetful, s).num_tokens for s in final) - expected.total()
 
 
-@pytest.mark.parametrize("name", (*ON_FULL, "rollover"))
-def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
-    written, _ = whole_run(name)
-    stride = 1 if name == "april" else 3
+@pytest.mark.parametrize(
+    ("name", "redo"),
+    [
+        *(pytest.param(name, False, id=name) for name in (*ON_FULL, "rollover")),
+        *(pytest.param(name, True, id=f"{name}, again") for name in ("sync", "april", "april, drop_surplus")),
+    ],
+)
+def test_a_run_goes_on_wherever_its_journal_was_cut(name: str, redo: bool) -> None:
+    """What was handed out is handed out again. If the interrupted round is decoded again in lockstep (``redo``), all
+    batches are those of a run that nothing interrupted."""
+    written, whole = whole_run(name, lockstep=redo)
+    stride = 1 if redo or name == "april" else 3
     for cut in range(0, len(written) + 1, stride):
         prefix = written[:cut]
         before = RolloutState(prefix)
         steps = checkpoints(prefix)
         step = steps[cut % len(steps)]
-        handed_out = {s: content(batch_of(before, s)) for s in before.ledger.batches if s >= step}
+        known = whole if redo else {s: batch_of(before, s) for s in before.ledger.batches}
+        expected = {s: content(batch) for s, batch in known.items() if s >= step}
         journal = journal_of(prefix)
-        rig, batches = go_on(name, journal, step)
+        rig, batches = go_on(name, journal, step, redo=redo)
         assert set(batches) == set(range(step, STEPS))
-        for s, expected in handed_out.items():
-            assert content(batches[s]) == expected, f"batch {s} was not replayed as it was"
-        assert_conserved(journal, batches, rig)
-        journal.close()
-
-
-@pytest.mark.parametrize("name", ["sync", "april", "april, drop_surplus"])
-def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
-    """Lockstep and the interrupted round decoded again: the batches equal the batches of a run that nothing interrupted."""
-    written, whole = whole_run(name, lockstep=True)
-    expected = {step: content(batch) for step, batch in whole.items()}
-    for cut in range(len(written) + 1):
-        prefix = written[:cut]
-        steps = checkpoints(prefix)
-        step = steps[cut % len(steps)]
-        journal = journal_of(prefix)
-        rig, batches = go_on(name, journal, step, redo=True)
-        assert {s: content(b) for s, b in batches.items()} == {s: expected[s] for s in range(step, STEPS)}
+        assert {s: content(batches[s]) for s in expected} == expected, f"cut behind event {cut}"
         assert_conserved(journal, batches, rig)
         journal.close()
 
@@ -431,18 +403,14 @@ def test_a_restart_of_a_restart_of_a_restart(name: str, redo: bool, data: st.Dat
     batches: dict[int, Batch] = {}
     for _ in range(4):
         prefix = written[: data.draw(st.integers(0, len(written)))]
-        step = data.draw(st.sampled_from(checkpoints(lineage_of(prefix))))
         journal = journal_of(prefix)
+        step = data.draw(st.sampled_from(checkpoints(lineage(journal))))
         rig, batches = go_on(name, journal, step, redo=redo)
         assert_conserved(journal, batches, rig)
         written = [event for _, event in journal.read()]
         journal.close()
     if redo:
         assert all(content(batch) == content(whole[step]) for step, batch in batches.items())
-
-
-def lineage_of(written: list[Event]) -> list[Event]:
-    return [event for _, event in journal_of(written).read(effective=True)]
 
 
 def test_voided_tokens_are_counted_as_waste() -> None:
@@ -513,35 +481,4 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         with pytest.raises(RunError, match=f"does not fit a checkpoint at step {step}"):
             restart(journal, step=step, redo_round=False)
     assert journal.last_seq == len(written)
-    journal.close()
-
-
-# -- kill -9 ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "seed"), [("april", 1), ("april", 2), ("bounded_async", 3), ("oversample", 4)])
-def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path: Path) -> None:
-    """A real process, killed at an event drawn by lot; what its trainer got is what the next process replays."""
-    path, seen = tmp_path / "journal.sqlite", tmp_path / "handed_out"
-    root = Path(__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.victim", name, str(seed), str(path), str(seen)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=within(60),
-    )
-    assert child.returncode == -signal.SIGKILL
-    handed_out = [line.split() for line in seen.read_text().splitlines()]
-    journal = Journal(path)
-    history = lineage(journal)
-    consumed = {str(e.step): [str(i) for i in e.group_ids] for e in history if isinstance(e, BatchConsumed)}
-    for name_of_step, *ids in handed_out:
-        assert consumed[name_of_step] == ids
-    step = checkpoints(history)[0]
-    before = RolloutState(history)
-    rig, batches = go_on(name, journal, step)
-    for s in before.ledger.batches:
-        if s >= step:
-            assert content(batches[s]) == content(batch_of(before, s))
-    assert_conserved(journal, batches, rig)
     journal.close()

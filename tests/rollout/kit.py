@@ -176,7 +176,6 @@ def make_rig(
     *,
     length: Callable[[GenerateRequest], int] | None = None,
     engine: FakeEngine | None = None,
-    engine_type: type[FakeEngine] = FakeEngine,
     max_running: int = 64,
     stream_interval_tokens: int = 1,
     source: Prompts | None = None,
@@ -199,7 +198,7 @@ def make_rig(
     state = state or RolloutState()
     ledger = state.ledger
     clock = VirtualClock()
-    engine = engine or engine_type(
+    engine = engine or (LockstepEngine if lockstep else FakeEngine)(
         length or lognormal(6, 1.0),
         auto=True,
         clock=clock,

@@ -42,7 +42,6 @@ from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,
     ON_FULL,
-    LockstepEngine,
     ParityScorer,
     Prompts,
     assert_exact,
@@ -93,67 +92,57 @@ async def test_no_more_calls_are_open_than_the_engine_has_room_for_at_present(na
 
 
 class SelectiveScorer(ParityScorer):
-    """Misbehaves for some samples."""
+    """For some samples there is another outcome: an error, a reward, or what an async function does."""
 
-    def __init__(self, bad: Callable[[SampleId], bool], how: Callable[[], Any]) -> None:
+    def __init__(self, special: Callable[[SampleId], bool], outcome: Any) -> None:
         super().__init__()
-        self.bad, self.how = bad, how
+        self.special, self.outcome = special, outcome
 
     async def score(self, trajectory: Trajectory) -> float:
-        if self.bad(trajectory.sample_id):
-            result: float = await self.how()
-            return result
-        return await super().score(trajectory)
+        if not self.special(trajectory.sample_id):
+            return await super().score(trajectory)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return await self.outcome() if callable(self.outcome) else self.outcome  # type: ignore[no-any-return]
 
 
-async def raises() -> float:
-    raise ZeroDivisionError("no steps to divide by")
+def first_is(outcome: Any) -> SelectiveScorer:
+    return SelectiveScorer(lambda sample_id: sample_id == FIRST, outcome)
 
 
-async def raises_silently() -> float:
-    raise RewardError("")
-
-
-async def is_cancelled() -> float:
-    raise asyncio.CancelledError
-
-
-async def does_not_apply() -> float:
-    raise NoReward("f returned None")
+BREAKS, DOES_NOT_APPLY = ZeroDivisionError("no steps to divide by"), NoReward("f returned None")
 
 
 async def never() -> float:
     return await asyncio.get_running_loop().create_future()
 
 
-@pytest.mark.parametrize("how", [raises, raises_silently, is_cancelled, does_not_apply])
-def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
-    cause = WasteCause.NO_REWARD if how is does_not_apply else WasteCause.FAILED
-    scorer = SelectiveScorer(lambda i: i == FIRST, how)
-    rig, batches = play(2, "sync", scorer=scorer, group_size=3)
+@pytest.mark.parametrize(
+    ("error", "cause", "reason"),
+    [
+        (BREAKS, WasteCause.FAILED, "ZeroDivisionError: no steps to divide by"),
+        (RewardError(""), WasteCause.FAILED, ""),
+        (asyncio.CancelledError(), WasteCause.FAILED, "the scorer cancelled it"),
+        (DOES_NOT_APPLY, WasteCause.NO_REWARD, "f returned None"),
+    ],
+)
+def test_a_failing_reward_fails_its_sample_and_siblings_go_on(
+    error: BaseException, cause: WasteCause, reason: str
+) -> None:
+    rig, batches = play(2, "sync", scorer=first_is(error), group_size=3)
     [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
-    assert (failure.sample_id, failure.cause) == (FIRST, cause)
-    reasons = {
-        raises: "ZeroDivisionError: no steps to divide by",
-        raises_silently: "",
-        is_cancelled: "the scorer cancelled it",
-        does_not_apply: "f returned None",
-    }
-    assert failure.reason == reasons[how]
+    assert (failure.sample_id, failure.cause, failure.reason) == (FIRST, cause, reason)
     group = next(g for b in batches.values() for g in b.groups if g.group_id == 0)
     assert [t.sample_id.index for t in group.trajectories] == [1, 2]
     assert rig.ledger.tokens.wasted[cause] > 0 and rig.ledger.num_failed == (cause is WasteCause.FAILED)
-    rig, batches = play(1, "sync", scorer=scorer)
+    rig, batches = play(1, "sync", scorer=first_is(error))
     assert [g.group_id for g in batches[0].groups] == [1, 2], "a lone sibling has nothing to be compared with"
     (drop,) = (e for e in rig.events if isinstance(e, GroupDropped))
     assert (drop.group_id, drop.cause, drop.prompt_returned) == (0, cause, False)
 
 
 async def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> None:
-    async def mistaken() -> float:
-        raise DataError("the function returns text")
-
-    rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, mistaken))
+    rig = make_rig("sync", scorer=first_is(DataError("the function returns text")))
     with pytest.raises(DataError, match="the function returns text"):
         await with_stop(rig, rig.train(1))
     assert rig.ledger.num_failed == 0
@@ -162,10 +151,7 @@ async def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> N
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1.1e15, -1e15])
 def test_a_reward_that_cannot_be_trained_on_fails_its_sample(reward: float) -> None:
-    async def huge() -> float:
-        return reward
-
-    rig, batches = play(2, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, huge), group_size=3)
+    rig, batches = play(2, "sync", scorer=first_is(reward), group_size=3)
     failures = [(e.sample_id, e.reason) for e in rig.events if isinstance(e, SampleFailed)]
     assert [i for i, _ in failures] == ([] if reward == -1e15 else [FIRST]), "the largest reward is a reward"
     assert all(f"its reward is {reward}: not a finite number" in reason for _, reason in failures)
@@ -173,23 +159,23 @@ def test_a_reward_that_cannot_be_trained_on_fails_its_sample(reward: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "since", "message"),
+    ("error", "since", "message"),
     [
-        (raises, 0, "all failed.*no steps to divide by"),
-        (raises, 9, "all failed.*no steps to divide by"),
-        (does_not_apply, 0, "have no reward, the last one with: f returned None"),
+        (BREAKS, 0, "all failed.*no steps to divide by"),
+        (BREAKS, 9, "all failed.*no steps to divide by"),
+        (DOES_NOT_APPLY, 0, "have no reward, the last one with: f returned None"),
     ],
 )
-async def test_the_run_stops_when_every_reward_fails(how: Any, since: int, message: str) -> None:
+async def test_the_run_stops_when_every_reward_fails(error: Exception, since: int, message: str) -> None:
     """From the start or from some moment on: two batches' worth of failures in a row, never for ever."""
-    rig = make_rig("april", scorer=SelectiveScorer(lambda i: i.group >= since, how))
+    rig = make_rig("april", scorer=SelectiveScorer(lambda i: i.group >= since, error))
     with pytest.raises(DataError, match=f"the last 8 samples {message}"):
         await with_stop(rig, rig.train(20))
-    assert rig.ledger.num_failed in (range(8, 13) if how is raises else (0,))
+    assert rig.ledger.num_failed in (range(8, 13) if error is BREAKS else (0,))
 
 
 def test_a_hung_reward_delays_neither_abort_nor_the_next_steps() -> None:
-    rig, batches = play(4, "april", scorer=SelectiveScorer(lambda i: i == FIRST, never), max_staleness=8)
+    rig, batches = play(4, "april", scorer=first_is(never), max_staleness=8)
     free, _ = play(4, "april", max_staleness=8)
     assert set(batches) == {0, 1, 2, 3}
     assert FIRST in rig.ledger.unscored
@@ -204,7 +190,7 @@ def test_scoring_goes_on_while_the_engine_decodes() -> None:
 
 
 async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
-    rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, never))
+    rig = make_rig("sync", scorer=first_is(never))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(100):
             await rig.driver.next_batch()
@@ -217,11 +203,11 @@ async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> N
     assert not [e for e in again.events if isinstance(e, SampleStarted)]
 
 
-@pytest.mark.parametrize(("lockstep", "engine_type"), [(False, FakeEngine), (True, LockstepEngine)])
-def test_a_slow_reward_is_no_stall(lockstep: bool, engine_type: type[FakeEngine]) -> None:
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_slow_reward_is_no_stall(lockstep: bool) -> None:
     """It has a deadline of its own."""
-    given: dict[str, Any] = {"scorer": ParityScorer(120.0), "limits": Limits(stall_timeout_s=50)}
-    assert set(play(1, "sync", lockstep=lockstep, engine_type=engine_type, **given)[1]) == {0}
+    limits = Limits(stall_timeout_s=50)
+    assert set(play(1, "sync", lockstep=lockstep, scorer=ParityScorer(120.0), limits=limits)[1]) == {0}
 
 
 async def test_a_filter_that_rejects_everything_stops_the_run() -> None:
@@ -286,23 +272,20 @@ async def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: 
     assert sample.num_tokens == 20 and sample.num_resumes == 1
 
 
-async def test_only_failures_without_a_token_in_between_count_together() -> None:
-    faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
-    rig = make_rig(
-        "sync", engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults), limits=Limits(max_retries=1)
-    )
+@pytest.mark.parametrize(
+    ("error", "max_retries"),
+    [
+        pytest.param(EngineError("a hiccup"), 1, id="errors with a token in between"),
+        pytest.param(CallDisplaced("others do better"), 0, id="others go first"),
+    ],
+)
+async def test_neither_errors_far_apart_nor_displacement_give_up_a_sample(error: EngineError, max_retries: int) -> None:
+    faults = {("g0.0.", n): error for n in (1, 2, 3)}
+    engine = make_engine(FlakyEngine, length=of("g", 12), faults=faults)
+    rig = make_rig("sync", engine=engine, limits=Limits(max_retries=max_retries))
     batches = await with_stop(rig, rig.train(1))
     assert not faults and not rig.ledger.num_failed
     assert batches[0].trajectories[0].num_resumes == 3
-
-
-async def test_being_displaced_is_no_failure() -> None:
-    faults: dict[tuple[str, int], EngineError] = {("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)}
-    rig = make_rig(
-        "sync", engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults), limits=Limits(max_retries=0)
-    )
-    await with_stop(rig, rig.train(1))
-    assert not faults and not rig.ledger.num_failed
 
 
 class DeadFor(FakeEngine):
@@ -353,31 +336,18 @@ async def test_an_engine_that_fails_everybody_once_costs_nothing() -> None:
     assert_trainable(batches, rig)
 
 
-class Lying(FakeEngine):
-    """Passes each call's chunks through ``twist``."""
-
-    twist: Callable[[Chunk], list[Chunk]]
+class WithoutReasons(FakeEngine):
+    """The reason of an end comes in a chunk of its own and is lost."""
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         async for chunk in super().generate(request):
-            for twisted in self.twist(chunk):
-                yield twisted
-
-
-def replaced(chunk: Chunk, **changes: Any) -> Chunk:
-    names = ("token_ids", "logprobs", "policy_version", "kv_version", "finish_reason", "num_prefilled_tokens")
-    return Chunk(**{name: getattr(chunk, name) for name in names} | changes)
+            yield replace(chunk, finish_reason=None)
 
 
 @pytest.mark.parametrize(("length", "stop"), [(60, ()), (9, (7,))])
 async def test_a_last_token_without_its_reason_is_still_the_last(length: int, stop: tuple[int, ...]) -> None:
-    """The reason comes in a chunk of its own and is lost: nothing is decoded behind the end."""
-
-    def split(chunk: Chunk) -> list[Chunk]:
-        return [replaced(chunk, finish_reason=None)]
-
-    engine = make_engine(Lying, length=of("g", length))
-    engine.twist = split
+    """Nothing is decoded behind the end."""
+    engine = make_engine(WithoutReasons, length=of("g", length))
     rig = make_rig("sync", engine=engine, stop_token_ids=stop)
     batches = await with_stop(rig, rig.train(1))
     reason = FinishReason.STOP if stop else FinishReason.LENGTH
@@ -598,20 +568,6 @@ async def test_an_engine_that_is_down_costs_one_sample_when_they_run_one_by_one(
     await rig.driver.stop()
 
 
-def test_overlapped_generation_hides_behind_training() -> None:
-    """With a trainer as slow as the engine, overlapping needs about half the time of alternating."""
-
-    def total_s(name: str) -> float:
-        rig, _ = play(20, name, train_s=10.0, length=of("g", 10), watched=False)
-        return rig.events[-1].time_s
-
-    assert total_s("sync") == pytest.approx(20 * 20, rel=0.02)
-    assert total_s("april") == pytest.approx(20 * 10 + 10 * 10, rel=0.02), (
-        "four groups end at once, which are two batches"
-    )
-    assert total_s("bounded_async") == pytest.approx(21 * 10, rel=0.05)
-
-
 # -- deadlines ----------------------------------------------------------------------------------------------
 
 
@@ -647,8 +603,7 @@ async def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
             except asyncio.CancelledError:
                 continue
 
-    scorer = SelectiveScorer(lambda i: i == FIRST, deaf)
-    rig = make_rig("april", scorer=scorer, max_staleness=9, limits=Limits(abort_timeout_s=5))
+    rig = make_rig("april", scorer=first_is(deaf), max_staleness=9, limits=Limits(abort_timeout_s=5))
     await rig.train(2)
     before = asyncio.get_running_loop().time()
     await rig.driver.stop()
@@ -701,15 +656,8 @@ async def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> No
 
 def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
     """With a slow scorer the engine stands still; two finishes in one tick are scored one after the other."""
-    rig, _ = play(
-        1,
-        "april",
-        length=of("g0", 4, 9),
-        scorer=ParityScorer(100.0),
-        rollout_batch_size=1,
-        engine_type=LockstepEngine,
-        lockstep=True,
-    )
+    length = of("g0", 4, 9)
+    rig, _ = play(1, "april", length=length, scorer=ParityScorer(100.0), rollout_batch_size=1, lockstep=True)
     times = [e.time_s for e in rig.events if isinstance(e, SampleScored)]
     assert times == [101.0, 201.0]  # this engine needs a second to start and none to decode
     assert rig.engine.decoded_tokens == 4 * 4  # nobody got a fifth
@@ -719,6 +667,6 @@ def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
 @pytest.mark.parametrize("delay_s", [0.0, 2.5])
 def test_in_lockstep_a_sample_that_ends_during_a_step_is_scored_once(name: str, delay_s: float) -> None:
     scorer = ParityScorer(delay_s)
-    rig, batches = play(6, name, scorer=scorer, engine_type=LockstepEngine, lockstep=True, max_running=7)
+    rig, batches = play(6, name, scorer=scorer, lockstep=True, max_running=7)
     assert_trainable(batches, rig)
     assert set(scorer.scored.values()) == {1}

@@ -23,10 +23,10 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
-from tests.engine.fake import FakeEngine, logprob_at, token_at
-from tests.rollout.kit import NAMES, ON_FULL, SEED, LockstepEngine, Rig, content, lognormal, make_rig, play, with_stop
+from tests.engine.fake import logprob_at, token_at
+from tests.rollout.kit import NAMES, ON_FULL, SEED, Rig, content, lognormal, make_rig, play, with_stop
 from tests.rollout.test_driver import StrictEngine, make_engine, without_in_flight_update
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import run
 
 LIMIT = 60
 """Tokens of an episode."""
@@ -122,11 +122,11 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
     assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
 
 
-@pytest.mark.parametrize(("lockstep", "engine_type"), [(False, FakeEngine), (True, LockstepEngine)])
-def test_a_slow_environment_is_no_stall(lockstep: bool, engine_type: type[FakeEngine]) -> None:
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_slow_environment_is_no_stall(lockstep: bool) -> None:
     """It has deadlines of its own."""
-    given: dict[str, Any] = {"environment": Game(20.0), "limits": Limits(stall_timeout_s=10.0)}
-    rig, batches = play(2, "sync", lockstep=lockstep, engine_type=engine_type, max_new_tokens=LIMIT, **given)
+    limits = Limits(stall_timeout_s=10.0)
+    rig, batches = play(2, "sync", lockstep=lockstep, max_new_tokens=LIMIT, environment=Game(20.0), limits=limits)
     assert_good(batches, rig)
 
 
@@ -259,9 +259,7 @@ async def test_an_answer_starts_no_call_while_weights_are_loaded() -> None:
 
 def test_a_deterministic_run_decides_alike_whatever_the_environment_takes() -> None:
     def played(delay_s: float) -> list[Any]:
-        clock = VirtualClock()
-        engine = LockstepEngine(lognormal(6, 1.0), auto=True, clock=clock, max_running=6)
-        rig, batches = play(5, "april", environment=Game(delay_s), engine=engine, lockstep=True, max_new_tokens=LIMIT)
+        rig, batches = play(5, "april", environment=Game(delay_s), max_running=6, lockstep=True, max_new_tokens=LIMIT)
         assert_good(batches, rig)
         return [
             (content(b), [t.observations[-1].text for t in b.trajectories if t.observations]) for b in batches.values()

@@ -11,10 +11,8 @@ from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.state import RolloutState
-from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,
-    LockstepEngine,
     ParityScorer,
     Rig,
     assert_trainable,
@@ -40,7 +38,6 @@ def rig_of(name: str, unit: str, state: RolloutState, *, deterministic: bool, jo
         unit=unit,
         state=state,
         journal=journal,
-        engine_type=LockstepEngine if deterministic else FakeEngine,
         lockstep=deterministic,
         length=lognormal(6, 1.0),
         max_running=7,

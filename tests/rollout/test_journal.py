@@ -34,10 +34,8 @@ from rollover.rollout.journal import Journal, read_events, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
-from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     ON_FULL,
-    LockstepEngine,
     ParityScorer,
     Rig,
     assert_trainable,
@@ -273,7 +271,6 @@ def rig_for(name: str, state: RolloutState, journal: Journal, *, lockstep: bool 
         **{key: True for key in [drops] if key},
         state=state,
         journal=journal,
-        engine_type=LockstepEngine if lockstep else FakeEngine,
         length=lognormal(5, 1.0),
         max_running=10,
         max_new_tokens=40,

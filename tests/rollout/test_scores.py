@@ -19,15 +19,15 @@ from rollover.rollout.events import SampleScored
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
 from rollover.types import SampleId, Score, Trajectory
-from tests.rollout.kit import LockstepEngine, ParityScorer, content, make_rig, play, run, with_stop
-from tests.rollout.test_driver import FIRST, SelectiveScorer, does_not_apply
+from tests.rollout.kit import ParityScorer, content, make_rig, play, run, with_stop
+from tests.rollout.test_driver import DOES_NOT_APPLY, FIRST, SelectiveScorer, first_is
 from tests.segments import batch_of
 
 
 @pytest.mark.parametrize("others", ["without", "filtered"])
 def test_groups_of_which_one_sample_has_a_reward_end_the_run(others: str) -> None:
     async def work() -> None:
-        scorer = SelectiveScorer(lambda i: i.index == 0 and (others == "without" or i.group % 2 == 0), does_not_apply)
+        scorer = SelectiveScorer(lambda i: i.index == 0 and (others == "without" or i.group % 2 == 0), DOES_NOT_APPLY)
         rig = make_rig("april", scorer=scorer, keep_group=lambda rewards: False, limits=Limits(max_dropped_batches=3))
         expected = r"the last 7 groups gave no signal: {} of them have too few rewards to compare \(the last failure: f returned None"
         with pytest.raises(RunError, match=expected.format("7" if others == "without" else "[34]")):
@@ -43,18 +43,10 @@ class PartsScorer(ParityScorer):
         return Score(parity + sum(parts.values()), components=parts, solved=parity == 1)
 
 
-class RawScorer(ParityScorer):
-    def __init__(self, reward: Any) -> None:
-        super().__init__()
-        self.reward = reward
-
-    async def score(self, trajectory: Trajectory) -> float:
-        return self.reward  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("reward", [np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.25), 1])
 def test_a_reward_of_any_library_is_recorded_as_a_float(reward: Any, tmp_path: Path) -> None:
-    rig, _ = play(1, "sync", scorer=RawScorer(reward), journal=Journal(tmp_path / "journal.sqlite"))
+    scorer = SelectiveScorer(lambda sample_id: True, reward)
+    rig, _ = play(1, "sync", scorer=scorer, journal=Journal(tmp_path / "journal.sqlite"))
     found = {(type(e.reward), e.reward) for e in rig.events if isinstance(e, SampleScored)}
     assert found == {(float, float(reward))}
 
@@ -62,7 +54,7 @@ def test_a_reward_of_any_library_is_recorded_as_a_float(reward: Any, tmp_path: P
 @pytest.mark.parametrize("reward", [None, "good", [1.0, 2.0], np.zeros(2)])
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(DataError, match=r"the reward of g\d\.\d is .*: a scorer must return a number"):
-        play(1, "sync", scorer=RawScorer(reward))
+        play(1, "sync", scorer=SelectiveScorer(lambda sample_id: True, reward))
 
 
 def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_path: Path) -> None:
@@ -75,7 +67,7 @@ def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_pat
             (t.reward, t.components, t.solved) for t in batch.trajectories
         ]
     plain = Journal(tmp_path / "plain")
-    play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply), group_size=3, journal=plain)
+    play(1, "sync", scorer=first_is(DOES_NOT_APPLY), group_size=3, journal=plain)
     bodies = sqlite3.connect(tmp_path / "plain").execute("SELECT body FROM events WHERE kind = 'SampleScored'")
     assert all(json.loads(body).keys() == {"time_s", "sample_id", "reward", "shaping"} for (body,) in bodies)
 
@@ -118,8 +110,7 @@ class RankScorer(ParityScorer):
 @pytest.mark.parametrize("name", ["sync", "april", "rollover", "token_budget"])
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_siblings_are_scored_once_and_together_when_the_last_has_ended(name: str, lockstep: bool) -> None:
-    options: dict[str, Any] = {"lockstep": True, "engine_type": LockstepEngine} if lockstep else {}
-    rig, batches = play(4, name, scorer=RankScorer(2.0), group_size=3, max_running=5, **options)
+    rig, batches = play(4, name, scorer=RankScorer(2.0), group_size=3, max_running=5, lockstep=lockstep)
     scored = [e.sample_id for e in rig.events if isinstance(e, SampleScored)]
     assert len(set(scored)) == len(scored)
     for call in rig.scorer.calls:

@@ -33,6 +33,8 @@ from tests.weights.kit import FakeWeights
 SEED = 3
 NAMES = tuple(STRATEGIES)
 """The strategies that production runs."""
+VARIANTS = (*NAMES, "rollover, overlap")
+"""Also with what changes how they decide."""
 ON_FULL = ("sync", "oversample", "april", "bounded_async")
 """One for each thing that can happen to running samples when the batch is full: wait, discard, park, keep."""
 
@@ -103,6 +105,14 @@ class LockstepEngine(FakeEngine):
                 self._decode(call)
 
 
+class StrictEngine(FakeEngine):
+    """Takes new weights only while nothing runs."""
+
+    async def load(self, version: int, source: Any) -> None:
+        assert self.stats().num_running == 0, "weights under a running call"
+        await super().load(version, source)
+
+
 def lognormal(median: float, sigma: float, cap: int = 60, *, salt: int = 0) -> Callable[[GenerateRequest], int]:
     """Long-tailed response lengths, a function of the sample alone."""
 
@@ -114,7 +124,10 @@ def lognormal(median: float, sigma: float, cap: int = 60, *, salt: int = 0) -> C
     return lambda request: of_seed(request.seed)
 
 
-config_of = SimulatedRollout.of
+def config_of(name: str, **config: Any) -> SimulatedRollout:
+    """``name``: a strategy, and behind commas the options that are switched on, as in "april, drop_surplus"."""
+    kind, *switched_on = name.split(", ")
+    return SimulatedRollout.of(kind, **dict.fromkeys(switched_on, True), **config)
 
 
 def strategy_of(name: str, *, max_running: int = 64, **config: Any) -> Strategy:
@@ -188,6 +201,7 @@ def make_rig(
     shaping: Callable[[int], float] = lambda num_tokens: 0.0,
     observer: Callable[[Event], None] = lambda event: None,
     lockstep: bool = False,
+    in_flight_update: bool = True,
     stop_token_ids: tuple[int, ...] = (),
     watched: bool = True,
     placement: CallPlacement | None = None,
@@ -198,7 +212,7 @@ def make_rig(
     state = state or RolloutState()
     ledger = state.ledger
     clock = VirtualClock()
-    engine = engine or (LockstepEngine if lockstep else FakeEngine)(
+    engine = engine or (LockstepEngine if lockstep else FakeEngine if in_flight_update else StrictEngine)(
         length or lognormal(6, 1.0),
         auto=True,
         clock=clock,
@@ -206,6 +220,8 @@ def make_rig(
         stream_interval_tokens=stream_interval_tokens,
         version=ledger.policy_version,
     )
+    if not in_flight_update:
+        engine.capabilities = replace(engine.capabilities, in_flight_update=False)
     strategy = strategy_of(name, max_running=engine.capabilities.max_running, **config)
     sampling = config_of(name, **config).sampling(stop_token_ids)
     events: list[Event] = []
@@ -235,11 +251,6 @@ def make_rig(
         placement=placement,
     )
     return Rig(driver, engine, state, strategy, sampling, source, scorer, events)
-
-
-def without_in_flight_update(engine: FakeEngine) -> FakeEngine:
-    engine.capabilities = replace(engine.capabilities, in_flight_update=False)
-    return engine
 
 
 # -- the laws -----------------------------------------------------------------------------------------------
@@ -318,14 +329,12 @@ async def with_stop(rig: Rig, work: Awaitable[Any]) -> Any:
         rig.ledger.check()
 
 
-def play(
-    num_steps: int, name: str = "april", *, train_s: float = 0.0, checkpoint_every: int = 0, **rig: Any
-) -> tuple[Rig, dict[int, Batch]]:
-    """A whole run in virtual time."""
+def play(num_steps: int, name: str = "april", **options: Any) -> tuple[Rig, dict[int, Batch]]:
+    """A whole run in virtual time. ``options``: of ``Rig.train`` and ``make_rig``."""
+    training = {key: options.pop(key) for key in ("train_s", "checkpoint_every", "untrained") if key in options}
 
     async def work() -> tuple[Rig, dict[int, Batch]]:
-        made = make_rig(name, **rig)
-        training = made.train(num_steps, train_s=train_s, checkpoint_every=checkpoint_every)
-        return made, await with_stop(made, training)
+        rig = make_rig(name, **options)
+        return rig, await with_stop(rig, rig.train(num_steps, **training))
 
     return run(work())

@@ -34,20 +34,10 @@ from rollover.rollout.journal import Journal, read_events, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
-from tests.rollout.kit import (
-    ON_FULL,
-    ParityScorer,
-    Rig,
-    assert_trainable,
-    content,
-    lognormal,
-    make_rig,
-    with_stop,
-)
+from tests.rollout.kit import ON_FULL, ParityScorer, Rig, assert_trainable, content, lognormal, make_rig, play
 from tests.rollout.test_ledger import state_of
 from tests.rollout.test_statistics import numbers_of
 from tests.segments import batch_of
-from tests.virtual_time import run
 
 # -- the file -----------------------------------------------------------------------------------------------
 
@@ -264,23 +254,6 @@ def journal_of(written: Iterable[Event]) -> Journal:
     return journal
 
 
-def rig_for(name: str, state: RolloutState, journal: Journal, *, lockstep: bool = False) -> Rig:
-    kind, _, drops = name.partition(", ")
-    return make_rig(
-        kind,
-        **{key: True for key in [drops] if key},
-        state=state,
-        journal=journal,
-        length=lognormal(5, 1.0),
-        max_running=10,
-        max_new_tokens=40,
-        stream_interval_tokens=3,
-        limits=Limits(save_every_tokens=4),
-        scorer=ParityScorer(1.5),
-        lockstep=lockstep,
-    )
-
-
 def without_gradient(batch: Batch) -> dict[WasteCause, int]:
     """A loss that masks stale tokens, and finds nothing in the first of the fresh ones."""
     stale = sum(v < batch.step for t in batch.trajectories for v in t.policy_versions)
@@ -288,31 +261,26 @@ def without_gradient(batch: Batch) -> dict[WasteCause, int]:
     return {cause: n for cause, n in counts.items() if n}
 
 
+def options(*, lockstep: bool) -> dict[str, Any]:
+    training = {"train_s": 2.0, "checkpoint_every": 2, "untrained": without_gradient}
+    limits, scorer = Limits(save_every_tokens=4), ParityScorer(1.5)
+    sizes = {"length": lognormal(5, 1.0), "max_running": 10, "max_new_tokens": 40, "stream_interval_tokens": 3}
+    return {"lockstep": lockstep, "limits": limits, "scorer": scorer, **training, **sizes}
+
+
 @functools.cache
 def whole_run(name: str, *, lockstep: bool = False) -> tuple[list[Event], dict[int, Batch]]:
     """A run that nothing interrupts."""
-
-    async def work() -> tuple[list[Event], dict[int, Batch]]:
-        journal = journal_of([])
-        rig = rig_for(name, RolloutState(), journal, lockstep=lockstep)
-        batches = await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
-        assert_trainable(batches, rig)
-        journal.close()
-        return rig.events, batches
-
-    return run(work())
+    rig, batches = play(STEPS, name, **options(lockstep=lockstep))
+    assert_trainable(batches, rig)
+    return rig.events, batches
 
 
 def go_on(name: str, journal: Journal, step: int, *, redo: bool = False) -> tuple[Rig, dict[int, Batch]]:
     """A new process takes over: the ledger from the journal, a new engine with the weights of ``step``."""
-
-    async def work() -> tuple[Rig, dict[int, Batch]]:
-        state = restart(journal, step=step, redo_round=redo)
-        state.ledger.check()
-        rig = rig_for(name, state, journal, lockstep=redo)
-        return rig, await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
-
-    return run(work())
+    state = restart(journal, step=step, redo_round=redo)
+    state.ledger.check()
+    return play(STEPS, name, state=state, journal=journal, **options(lockstep=redo))
 
 
 def checkpoints(written: list[Event]) -> list[int]:

@@ -338,7 +338,7 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)
 
 
-A, B = SampleId(0, 0), SampleId(0, 1)
+A = SampleId(0, 0)
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 READY: list[Event] = [opened(0), started(A), ended(A, 3, STOP), scored(A)]
 
@@ -417,11 +417,6 @@ def test_of_an_episode_only_the_newest_state_is_held() -> None:
     assert [answer.state for answer in ledger.sample(one).observations] == ["", "", "after 2"]
 
 
-def test_the_start_version_is_that_of_the_first_sample_sent() -> None:
-    ledger = Ledger([opened(0, size=2), published(3), started(A, 3), published(4), started(B, 4)])
-    assert ledger.groups[0].start_version == 3
-
-
 def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
     logprobs = tuple(array("f", (-0.1 * i for i in range(1000))))
     decoded = segment(range(70_000, 71_000))._replace(rollout_logprobs=logprobs)
@@ -431,11 +426,3 @@ def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
     assert ledger.sample(A).trajectory == before and before.segments == (decoded,)
     kept = ledger.sample(A).segments[0]
     assert sys.getsizeof(kept.token_ids) + sys.getsizeof(kept.rollout_logprobs) < 8 * 1000 + 300
-
-
-def test_returned_prompts_keep_their_order_and_do_not_move_the_cursor() -> None:
-    ledger = Ledger([opened(0), opened(1), opened(2), dropped(0, returned=True), dropped(2, returned=True)])
-    assert [p.text for p in ledger.returned] == ["0", "2"] and ledger.cursor == 3
-    ledger.apply(opened(3, cursor=3, row=0))
-    assert [p.text for p in ledger.returned] == ["2"] and ledger.cursor == 3
-    ledger.check()

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rollover.batch import Batch, Group
-from rollover.rollout.events import GroupOpened, SampleFailed, SampleStarted, SegmentEnded
 from rollover.rollout.lag import weighted_quantile
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, ledger_metrics
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from tests.rollout.test_ledger import ended, failed, opened, started
 from tests.segments import segment
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
@@ -19,6 +19,12 @@ PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
 
 def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) -> Trajectory:
     return Trajectory(sample_id=SampleId(group, index), prompt=PROMPT, segments=segments, reward=reward)
+
+
+def group(number: int, *rewards: float, prompt: Prompt = PROMPT) -> Group:
+    """A group whose responses have one token."""
+    made = tuple(trajectory(i, reward, segment(1), group=number) for i, reward in enumerate(rewards))
+    return Group(group_id=number, prompt=prompt, trajectories=made)
 
 
 def test_staleness_weighs_tokens_and_head_staleness_weighs_groups() -> None:
@@ -39,10 +45,6 @@ def test_staleness_weighs_tokens_and_head_staleness_weighs_groups() -> None:
 
 
 def test_a_group_has_signal_when_its_rewards_differ() -> None:
-    def group(number: int, *rewards: float) -> Group:
-        made = tuple(trajectory(i, r, segment(1), group=number) for i, r in enumerate(rewards))
-        return Group(group_id=number, prompt=PROMPT, trajectories=made)
-
     numbers = batch_metrics(Batch(step=0, groups=(group(0, 1, 1), group(1, 0, 1), group(2, 0, 0), group(3, 0, 0))))
     assert numbers["reward/groups_with_signal"] == 0.25
     assert numbers["reward/mean"] == pytest.approx(3 / 8)
@@ -50,14 +52,13 @@ def test_a_group_has_signal_when_its_rewards_differ() -> None:
 
 
 def test_rows_of_one_batch_with_the_same_prompt_are_counted() -> None:
-    def group(number: int, row: int, epoch: int, *token_ids: int) -> Group:
-        prompt = replace(PROMPT, prompt_id=f"p/{row}@{epoch}", token_ids=token_ids)
-        return Group(group_id=number, prompt=prompt, trajectories=(trajectory(0, 1.0, segment(1), group=number),))
+    def of(number: int, row: int, epoch: int, *token_ids: int) -> Group:
+        return group(number, 1.0, prompt=replace(PROMPT, prompt_id=f"p/{row}@{epoch}", token_ids=token_ids))
 
-    groups = (group(0, 0, 0, 1, 2), group(1, 0, 1, 1, 2), group(2, 1, 0, 1, 2), group(3, 2, 0, 3), group(4, 3, 0, 4))
+    groups = (of(0, 0, 0, 1, 2), of(1, 0, 1, 1, 2), of(2, 1, 0, 1, 2), of(3, 2, 0, 3), of(4, 3, 0, 4))
     assert batch_metrics(Batch(step=0, groups=groups))["prompt/repeated"] == 0.25
     assert batch_metrics(Batch(step=0, groups=groups[:2]))["prompt/repeated"] == 0, "one row twice is no repetition"
-    written = (group(5, 4, 0), group(6, 5, 0), group(7, 6, 0), group(8, 7, 0))  # by reset of an environment
+    written = (of(5, 4, 0), of(6, 5, 0), of(7, 6, 0), of(8, 7, 0))  # by reset of an environment
     assert batch_metrics(Batch(step=0, groups=(*groups, *written)))["prompt/repeated"] == 0.25
     alone = batch_metrics(Batch(step=0, groups=written))
     assert not alone.keys() & {"prompt/repeated", "reward/groups_with_signal"}, "groups of one response"
@@ -70,20 +71,15 @@ def test_a_batch_without_a_token_divides_nothing_by_zero() -> None:
 
 
 def test_the_account_of_a_ledger_is_its_own() -> None:
-    ledger = Ledger(
-        [
-            GroupOpened(time_s=0, group_id=0, prompt=PROMPT, group_size=1, cursor=1),
-            SampleStarted(time_s=0, sample_id=SampleId(0, 0), policy_version=0),
-            SegmentEnded(time_s=1, sample_id=SampleId(0, 0), segment=segment(3, FinishReason.ABORT)),
-        ]
-    )
+    one = SampleId(0, 0)
+    ledger = Ledger([opened(0), started(one), ended(one, 3, FinishReason.ABORT)])
     numbers = ledger_metrics(ledger)
     assert (numbers["rollout/decoded_tokens"], numbers["rollout/live_tokens"]) == (3, 3)
     assert (numbers["rollout/trained_tokens"], numbers["rollout/parked_samples"]) == (0, 1)
     assert numbers["rollout/starvation_age"] == 0
     ledger.next_step = 3  # three batches went by, and the group that was begun under version 0 was in none
     assert ledger_metrics(ledger)["rollout/starvation_age"] == 3
-    ledger.apply(SampleFailed(time_s=2, sample_id=SampleId(0, 0), reason="late"))
+    ledger.apply(failed(one))
     numbers = ledger_metrics(ledger)
     assert (numbers["rollout/failed_samples"], numbers["rollout/failed_mean_tokens"]) == (1, 3)
     empty = ledger_metrics(Ledger())

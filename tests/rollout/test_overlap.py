@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.rollout.overlap import Machine, _Phases, _timed, best_overlapped_rounds
+from rollover.rollout.overlap import Machine, _Phases, best_overlapped_rounds
 from rollover.rollout.round import ONE_BY_ONE, Round
 from rollover.rollout.state import View
 from rollover.rollout.statistics import IterationPace, RecentLengths
@@ -20,7 +20,7 @@ from rollover.sim.run import simulate
 from rollover.sim.scenario import Latency
 from rollover.workload.source import PRESETS
 from rollover.workload.trace import Trace, TracePrompt
-from tests.rollout.kit import config_of, play, strategy_of
+from tests.rollout.kit import config_of, strategy_of
 from tests.sim.kit import one_replica
 
 N, G = 12, 2
@@ -37,10 +37,6 @@ class Repeated(OverlappedRollover):
         return self.found
 
 
-def phases(groups: list[tuple[int, int]], stop: int) -> _Phases:
-    return _Phases(np.array(groups, dtype=float), stop)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     GROUPS, st.integers(1, 3), st.integers(0, 3), st.sampled_from([10.0, 100.0, 900.0]), st.sampled_from([8.0, 1e12])
@@ -55,7 +51,7 @@ def test_the_closed_form_is_what_comes_about(
     g = min(g, m)
     longest = max(map(max, groups))
     machine = Machine(training=training, b0=b0)
-    form = phases(groups, longest).rounds(m, g, N, machine)[g]
+    form = _Phases(np.array(groups, dtype=float), longest).rounds(m, g, N, machine)[g]
     strategy = Repeated(
         batch_size=N,
         group_size=G,
@@ -80,21 +76,6 @@ def test_the_closed_form_is_what_comes_about(
     assert -0.005 <= form.lag - late.lag.batch <= most + 0.005
     assert in_turn or m > 1
     assert late.lag.max <= m - 1 + g
-
-
-def test_a_round_begins_when_the_gate_opens() -> None:
-    """Batches are collected at 3 and 10 and trained in 4: published at 7 and 14."""
-    assert _timed([3.0, 10.0], 10.0, 0, 4.0) == (14.0, 0, [7.0, 14.0])
-    assert _timed([3.0, 10.0], 10.0, 1, 4.0) == (10.0, 1, [4.0, 8.0, 14.0])
-    assert _timed([3.0, 10.0], 10.0, 2, 4.0) == _timed([3.0, 10.0], 10.0, 1, 4.0)
-
-
-@pytest.mark.parametrize(("num_untrained", "earlier"), [(1, 1), (2, 2)])
-def test_a_slower_trainer_is_waited_for(num_untrained: int, earlier: int) -> None:
-    """It takes 40 for what is collected in 10: every round begins with as many batches untrained as the gate lets by,
-    and never more."""
-    period, num_earlier, _ = _timed([3.0, 10.0], 10.0, num_untrained, 20.0)
-    assert (period, num_earlier) == (40.0, earlier)
 
 
 def test_before_any_length_is_known_batches_are_collected_one_by_one() -> None:
@@ -169,27 +150,6 @@ def test_a_trainer_that_takes_half_is_kept_busy_one_step_off_policy() -> None:
     window = run(0.5, overlap=True, lag_target=1.0, max_staleness=8)
     assert window.lag.max == 1
     assert window.seconds / len(window.steps) < 1.03 * 22_600
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_the_lag_is_bounded_if_the_trainer_is_slower(max_staleness: int) -> None:
-    _, batches = play(
-        30, "rollover", overlap=True, lag_target=9.0, max_staleness=max_staleness, rollout_batch_size=4, train_s=500.0
-    )
-    assert max(b.step - g.oldest_version for b in batches.values() for g in b.groups) <= max_staleness
-
-
-def test_groups_that_a_filter_drops_are_made_up_for_in_the_next_round() -> None:
-    _, batches = play(
-        20,
-        "rollover",
-        overlap=True,
-        rollout_batch_size=4,
-        train_s=5.0,
-        keep_group=lambda rewards: len(set(rewards)) > 1,
-    )
-    assert len(batches) == 20
-    assert all(len(batch.groups) == 4 for batch in batches.values())
 
 
 def test_overlap_decides_whether_generation_stops() -> None:

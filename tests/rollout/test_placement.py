@@ -81,17 +81,6 @@ class Shell:
             self.scheduler.scored(sample_id, 1.0, 0.0)
 
 
-def test_nobody_is_asked_about_while_there_is_no_place() -> None:
-    shell = Shell(places := Places(2))
-    assert shell.started() == ["g0.0", "g0.1"], "siblings follow the first to members of its version"
-    places.taken |= {SampleId(99, 0), SampleId(99, 1)}
-    places.num = 8
-    shell.places.version = -1
-    places.asked.clear()
-    assert shell.started() == [] and places.asked == []
-    assert shell.state.ledger.num_fresh == len(shell.state.ledger.waiting) == 6
-
-
 def test_a_refusal_holds_for_all_samples_that_have_not_begun() -> None:
     shell = Shell(places := Places(8))
     places.taken |= {SampleId(99, i) for i in range(7)}

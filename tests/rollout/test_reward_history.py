@@ -13,15 +13,12 @@ from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages, shaping
 from rollover.batch import Baseline
 from rollover.rollout import reward_history
-from rollover.rollout.actions import StartSample
-from rollover.rollout.config import Limits
-from rollover.rollout.events import BatchConsumed, GroupOpened
-from rollover.rollout.ledger import Ledger
 from rollover.rollout.reward_history import RewardHistory
-from rollover.rollout.scheduler import GroupRules, Scheduler
-from rollover.rollout.state import RolloutState
-from rollover.types import FinishReason, Prompt, Segment
-from tests.rollout.kit import Prompts, play, strategy_of
+from rollover.rollout.scheduler import GroupRules
+from rollover.types import Prompt
+from tests.rollout.kit import play
+from tests.rollout.test_ledger import opened
+from tests.rollout.test_scheduler import Shell
 
 
 def prompt(row: int, epoch: int = 0, source: str = "sums") -> Prompt:
@@ -105,24 +102,6 @@ def test_siblings_that_had_finished_before_a_sample_opened_do_not_bias(size: int
     assert len(known) > 1 or size == 2
 
 
-@pytest.mark.parametrize(("p", "expected"), [(0.05, 0.28), (0.3, 0.28), (0.7, 0.22), (0.95, 0.15)])
-def test_siblings_that_have_finished_by_now_bias_the_gradient(p: float, expected: float) -> None:
-    """Four outcomes: right with probability p or wrong, and long with a probability of 0.2 if right and 0.8 if wrong.
-    The mean of those of three siblings that end no later, or p if none does, depends on a sample's own length. Bias
-    over gradient, both with respect to the four logits."""
-    outcomes = list(itertools.product((0, 1), (False, True)))
-    chances = [(p if right else 1 - p) * (0.8 if right != long else 0.2) for right, long in outcomes]
-    bias = [0.0] * 4
-    for own, *siblings in itertools.product(range(4), repeat=4):
-        by_now = [outcomes[i][0] for i in siblings if outcomes[i][1] <= outcomes[own][1]]
-        baseline = sum(by_now) / len(by_now) if by_now else p
-        probability = math.prod(chances[i] for i in (own, *siblings))
-        for i in range(4):
-            bias[i] -= probability * baseline * ((i == own) - chances[i])
-    gradient = [chances[i] * (outcomes[i][0] - p) for i in range(4)]
-    assert math.hypot(*bias) / math.hypot(*gradient) == pytest.approx(expected, abs=0.005)
-
-
 def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:
     rig, batches = play(6, "april", unit="sample", group_size=4, rollout_batch_size=2, shaping=lambda n: -0.01 * n)
     groups = [g for b in batches.values() for g in b.groups]
@@ -145,24 +124,14 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
     """The budget is 100 tokens and the last 20 of it are punished: a response of 90 that is always right has reward 1
     and counts 0.5, so among its like it is worth nothing and a shorter one, of 80, as much as one of 100 costs."""
     algorithm = resolve(AlgorithmConfig(name="dapo", advantage="history"))
-    state = RolloutState()
-    scheduler = Scheduler(
-        strategy=strategy_of("april", unit="sample", group_size=4, rollout_batch_size=8),
-        source=Prompts(),
-        state=state,
-        max_running=1,
-        limits=Limits(),
-        rules=GroupRules(shaping=partial(algorithm.overlong_punishment, 100)),
-    )
-    scheduler.begin_round()
+    rules = GroupRules(shaping=partial(algorithm.overlong_punishment, 100))
+    shell = Shell("april", max_running=1, rules=rules, unit="sample", group_size=4, rollout_batch_size=8)
     for _ in range(12):
-        [start] = scheduler.decide(0.0)
-        assert isinstance(start, StartSample)
-        ended = Segment(0, range(90), (-1.0,) * 90, FinishReason.STOP, 0, 0.0, 1.0)
-        scheduler.segment_ended(start.sample_id, ended, 0.0)
-        scheduler.scored(start.sample_id, 1.0, 0.0)
-    scheduler.record(opened := next_group(state.ledger))
-    baseline = state.statistics.baselines[opened.group_id]
+        [group] = shell.started()
+        shell.ends(group, num_tokens=90)
+    next_group = shell.state.ledger.next_group_id
+    shell.scheduler.record(opened(next_group))
+    baseline = shell.state.statistics.baselines[next_group]
     assert baseline == Baseline(0.5, 0.0, 7.0)
 
     lengths_B = torch.tensor([80, 90, 100])
@@ -176,24 +145,6 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
     )
     # x = 0.5, 0, -0.5: 7/8 x / sqrt(x^2 / 8) = 7 / sqrt(8) times the sign of x
     assert advantages.tolist() == pytest.approx([7 / math.sqrt(8), 0, -7 / math.sqrt(8)], abs=1e-4)
-
-
-def next_group(ledger: Ledger) -> GroupOpened:
-    made = Prompts().prompt(ledger.cursor)
-    return GroupOpened(0.0, ledger.next_group_id, made, 1, ledger.cursor + 1)
-
-
-def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:
-    rig, _ = play(8, "april", unit="sample", group_size=4, rollout_batch_size=2)
-    opened: dict[str, list[int]] = {}
-    for event in rig.events:
-        if hasattr(event, "prompt"):
-            opened.setdefault(event.prompt.prompt_id, []).append(event.group_id)
-    steps: dict[int, int] = {i: e.step for e in rig.events if isinstance(e, BatchConsumed) for i in e.group_ids}
-    whole = [ids for ids in opened.values() if all(i in steps for i in ids)]
-    assert {len(ids) for ids in whole} == {4}
-    assert any(len({steps[i] for i in ids}) > 1 for ids in whole), "no sibling ever waited less than another"
-    assert rig.source.drawn[:8] == [0] * 4 + [1] * 4
 
 
 def test_a_bounded_number_of_rows_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

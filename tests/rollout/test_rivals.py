@@ -1,129 +1,16 @@
-"""What is particular to each strategy of the literature, and that none of them locks up whatever the timing is."""
+"""What is particular to each strategy of the literature."""
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollover.batch import WasteCause
-from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
-from rollover.rollout.config import Limits
-from rollover.rollout.events import BatchConsumed, Event
-from rollover.rollout.scheduler import GroupRules, Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import SampleId
-from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
+from tests.rollout.kit import strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
-from tests.rollout.test_strategies import G, N, ready, waste
-
-
-class Shop:
-    """A shell around the scheduler without time: what happens next is drawn by lot. Each sample needs so many tokens;
-    a generation call decodes some of them, never more than its budget."""
-
-    def __init__(self, name: str, rng: random.Random, *, places: int, filtered: float, **config: Any) -> None:
-        self.strategy = strategy_of(name, max_running=places, max_new_tokens=40, **config)
-        self.rng, self.state = rng, RolloutState()
-        self.ledger = self.state.ledger
-        self.budgets: dict[SampleId, int | None] = {}
-        self.batch_is_due = False
-        self.scheduler = Scheduler(
-            strategy=self.strategy,
-            source=Prompts(),
-            state=self.state,
-            max_running=places,
-            limits=Limits(),
-            rules=GroupRules(keep_group=lambda rewards: rng.random() >= filtered),
-            emit=self.check,
-        )
-
-    def check(self, event: Event) -> None:
-        assert_bounded(self.ledger, self.strategy.batch_size, self.strategy.max_staleness)
-        if isinstance(event, BatchConsumed):
-            assert len(set(event.group_ids)) == self.strategy.batch_size
-
-    def play(self, num_batches: int) -> None:
-        """Until so many batches are consumed.
-
-        Raises:
-            AssertionError: a law is broken, or nothing can happen any more.
-        """
-        scheduler, ledger, rng = self.scheduler, self.ledger, self.rng
-        for step in range(num_batches):
-            scheduler.begin_round()
-            self.act()
-            while not self.batch_is_due:
-                self.happen()
-            self.batch_is_due = False
-            scheduler.consume(0.0)
-            while rng.random() < 0.8 and (ledger.running or ledger.unscored):
-                self.happen()  # while the trainer trains
-            scheduler.published(step + 1, 0.0, pause_s=0.0)
-            ledger.check()
-
-    def act(self) -> None:
-        self.batch_is_due = False
-        for action in self.scheduler.decide(0.0):
-            match action:
-                case StartSample(sample_id=sample_id, token_budget=budget):
-                    assert budget is None or budget > 0
-                    self.budgets[sample_id] = budget
-                case StopAll():
-                    for sample_id in list(self.ledger.running):
-                        self.end_call(sample_id, stopped=True)
-                    self.act()
-                case ConsumeBatch():
-                    self.batch_is_due = True
-
-    def happen(self) -> None:
-        """A sample is scored, finishes, or parks: at the end of its budget, or because it was stopped."""
-        ledger, rng = self.ledger, self.rng
-        assert ledger.running or ledger.unscored, "no batch, and nothing is running or being scored"
-        if ledger.unscored and (not ledger.running or rng.random() < 0.5):
-            self.scheduler.scored(rng.choice(list(ledger.unscored)), 0.0, 0.0)
-        else:
-            self.end_call(rng.choice(list(ledger.running)), stopped=rng.random() < 0.05)
-        self.act()
-
-    def end_call(self, sample_id: SampleId, *, stopped: bool) -> None:
-        num_left = 1 + random.Random(str(sample_id)).randrange(40) - self.ledger.sample(sample_id).num_tokens
-        num_tokens = self.rng.randrange(num_left) if stopped else num_left
-        num_tokens = min(num_tokens, self.budgets[sample_id] or num_tokens)
-        event = ended(
-            sample_id, num_tokens, STOP if num_tokens == num_left else ABORT, version=self.ledger.policy_version
-        )
-        self.scheduler.segment_ended(sample_id, event.segment, 0.0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 10**6),
-    batch_size=st.integers(1, 4),
-    group_size=st.integers(1, 3),
-    places=st.integers(1, 16),
-    filtered=st.sampled_from([0.0, 0.3]),
-    extra_staleness=st.integers(0, 3),
-)
-def test_no_strategy_locks_up_or_breaks_the_bound(
-    name: str, seed: int, batch_size: int, group_size: int, places: int, filtered: float, extra_staleness: int
-) -> None:
-    """Under any timing, with groups dropped and few places: each batch fills, is rightly chosen, and the invariant of
-    the theorem holds after every event."""
-    rng = random.Random(seed)
-    config: dict[str, Any] = {"rollout_batch_size": batch_size, "group_size": group_size}
-    needed = {"april": 1, "oversample": 1, "token_budget": 1, "sorted": 1, "tail_rounds": 1, "threshold": 1}
-    if name not in ("sync", "probe"):
-        config["max_staleness"] = needed.get(name, 0) + extra_staleness
-    if name == "windowed":
-        config["window_groups"] = rng.randint(1, 3 * batch_size)
-    if name == "token_budget":
-        config["tokens_per_round"] = rng.randint(1, 50)
-    Shop(name, rng, places=places, filtered=filtered, **config).play(6)
+from tests.rollout.test_scheduler import Shell
+from tests.rollout.test_strategies import G, N, ready
 
 
 def test_a_token_budget_is_granted_once_per_round() -> None:
@@ -148,16 +35,6 @@ def test_a_token_budget_is_granted_once_per_round() -> None:
     state.apply(ended(first, 1, STOP))
     state.apply(published(1))
     assert [*strategy.samples_to_start(state.view)] == others  # new weights: a new round
-
-
-def test_some_train_groups_in_the_order_in_which_they_became_whole() -> None:
-    for name, config in (("sorted", {}), ("inflight", {}), ("april", {"drop_surplus": True})):
-        strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4, **config)
-        state = RolloutState([opened(i, size=G) for i in range(4)])
-        for i in (3, 1, 0, 2):
-            for event in ready(i):
-                state.apply(event)
-        assert strategy.select_batch(state.view) == (1, 3)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(1, None), (2, None), (3, None), (4, (1, 3)), (5, (1, 3))])
@@ -213,37 +90,23 @@ def test_the_threshold_is_a_quota_between_two_updates() -> None:
     assert strategy.groups_to_open(state.view) == 4  # (1 + 0.5) 4, less 2 carried over
 
 
-def test_surplus_groups_are_kept_unless_asked_for() -> None:
-    """Four groups become ready in the same tick, a batch takes two."""
-    rig, batches = play(2, "april", length=lambda request: 5, drop_surplus=True)
-    assert [[g.group_id for g in b.groups] for b in batches.values()] == [[0, 1], [4, 5]]
-    assert waste(rig) == {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}  # in each of two rounds two groups of two samples
-    rows = [g.prompt.columns["row"] for b in batches.values() for g in b.groups]
-    assert rows == [0, 1, 4, 5]  # their prompts are lost too
-
-
 def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:
     """Unfinished groups and whole ones beyond the batch alike; until they fill a batch they wait."""
-    strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
-    state = RolloutState()
-    scheduler = Scheduler(strategy=strategy, source=Prompts(), state=state, max_running=9, limits=Limits())
+    shell = Shell("tail_rounds", max_running=9, rollout_batch_size=2, over_sampling_batch_size=3)
 
     def play_round(ends: tuple[bool, ...]) -> list[int]:
         """Rows that a round starts; of its samples those end that ``ends`` says, all at once."""
-        scheduler.begin_round()
-        ids = [a.sample_id for a in scheduler.decide(0.0) if isinstance(a, StartSample)]
-        rows = [state.ledger.sample(i).prompt.columns["row"] for i in ids]
-        for i, has_ended in zip(ids, ends, strict=True):
-            event = ended(i, 3, STOP if has_ended else ABORT, version=state.ledger.policy_version)
-            scheduler.segment_ended(i, event.segment, 0.0)
-            if has_ended:
-                scheduler.scored(i, 1.0, 0.0)
-        scheduler.published(scheduler.consume(0.0).step + 1, 0.0, pause_s=0.0)
-        state.ledger.check()
+        started = shell.started()
+        rows = [shell.state.ledger.groups[i].prompt.columns["row"] for i in started]
+        for i, has_ended in zip(started, ends, strict=True):
+            shell.ends(i, STOP if has_ended else ABORT)
+        shell.consume()
+        shell.publish()
+        shell.state.ledger.check()
         return rows
 
     assert play_round((True, False, True)) == [0, 1, 2]
     assert play_round((True, True, True)) == [3, 4, 5]
     assert play_round((True, True)) == [1, 5]
     assert play_round((True, True, False)) == [6, 7, 8]
-    assert state.ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}
+    assert shell.state.ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}

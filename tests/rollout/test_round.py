@@ -143,14 +143,6 @@ def test_no_more_batches_are_collected_than_shorten_the_step() -> None:
     assert best(groups, target=5.4)[1].iterations_per_batch == pytest.approx(10 / 12)
 
 
-def test_a_batch_takes_the_longest_and_the_shortest_of_strata_in_turn() -> None:
-    groups = [
-        SimpleNamespace(group_id=i, samples=[SimpleNamespace(num_tokens=n)]) for i, n in enumerate((1, 9, 4, 8, 2, 5))
-    ]
-    chosen = stratified(groups, 3)  # type: ignore[arg-type]
-    assert [g.samples[0].num_tokens for g in chosen] == [9, 4, 2]
-
-
 def dealt(tokens: Sequence[int], size: int) -> list[list[int]]:
     """Deal groups with these numbers of tokens to batches."""
     left = [SimpleNamespace(group_id=i, samples=[SimpleNamespace(num_tokens=n)]) for i, n in enumerate(tokens)]
@@ -159,6 +151,10 @@ def dealt(tokens: Sequence[int], size: int) -> list[list[int]]:
         batches.append([g.group_id for g in stratified(left, size)])  # type: ignore[arg-type]
         left = [g for g in left if g.group_id not in batches[-1]]
     return batches
+
+
+def test_a_batch_takes_the_longest_and_the_shortest_of_strata_in_turn() -> None:
+    assert dealt((1, 9, 4, 8, 2, 5), 3)[0] == [1, 2, 4], "of 9 8, 5 4 and 2 1 tokens: 9, 4 and 2"
 
 
 @given(st.lists(st.integers(1, 500), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6]))

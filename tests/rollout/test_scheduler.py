@@ -12,7 +12,7 @@ from rollover.errors import DataError, RunError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, SampleFailed
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import GroupRules, Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import Prompts, strategy_of
@@ -22,16 +22,25 @@ CONSUME, STOP_ALL = [ConsumeBatch()], [StopAll()]
 
 
 class Shell:
-    """Tells the scheduler what is said to have happened; batches of one group of one sample."""
+    """Tells the scheduler what is said to have happened; batches of one group of one sample, if nothing else is said."""
 
-    def __init__(self, name: str, *, state: RolloutState | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        state: RolloutState | None = None,
+        max_running: int = 2,
+        rules: GroupRules | None = None,
+        **config: Any,
+    ) -> None:
         self.state = state or RolloutState()
         self.events: list[Event] = []
         self.scheduler = Scheduler(
-            strategy=strategy_of(name, rollout_batch_size=1, group_size=1, **config),
+            strategy=strategy_of(name, **({"rollout_batch_size": 1, "group_size": 1} | config)),
             source=Prompts(),
             state=self.state,
-            max_running=2,
+            max_running=max_running,
+            rules=rules,
             limits=Limits(),
             emit=self.events.append,
         )
@@ -46,15 +55,20 @@ class Shell:
         assert all(isinstance(a, StartSample) for a in actions)
         return [a.sample_id.group for a in actions if isinstance(a, StartSample)]
 
-    def ends(self, group: int, reason: FinishReason = STOP, *, is_scored: bool = True) -> None:
+    def ends(self, group: int, reason: FinishReason = STOP, *, num_tokens: int = 2, is_scored: bool = True) -> None:
         sample_id = SampleId(group, 0)
         version = self.state.ledger.policy_version
-        self.scheduler.segment_ended(sample_id, ended(sample_id, 2, reason, version=version).segment, 0.0)
+        self.scheduler.segment_ended(sample_id, ended(sample_id, num_tokens, reason, version=version).segment, 0.0)
         if reason is STOP and is_scored:
             self.scheduler.scored(sample_id, 1.0, 0.0)
 
     def consume(self) -> Sequence[int]:
         return [g.group_id for g in self.scheduler.consume(0.0).groups]
+
+    def publish(self) -> None:
+        """Train what was consumed, and begin the next round."""
+        self.scheduler.published(self.state.ledger.next_step, 0.0, pause_s=0.0)
+        self.scheduler.begin_round()
 
 
 def test_parking_stops_all_and_consumes_once_nothing_runs() -> None:
@@ -67,8 +81,7 @@ def test_parking_stops_all_and_consumes_once_nothing_runs() -> None:
     assert shell.decide() == shell.decide() == CONSUME
     assert shell.consume() == [0]
     assert shell.decide() == [], "no batch is wanted"
-    shell.scheduler.published(1, 0.0, pause_s=0.0)
-    shell.scheduler.begin_round()
+    shell.publish()
     assert shell.started() == [1, 2], "what is parked goes first"
 
 
@@ -84,27 +97,24 @@ def test_a_loop_that_loses_count_of_its_weights_is_told() -> None:
     shell.consume()
     with pytest.raises(RunError, match=r"batch 1 .* of version 0, and max_staleness is 0: .* with version 1 after"):
         shell.scheduler.begin_round()
-    shell.scheduler.published(1, 0.0, pause_s=0.0)
-    shell.scheduler.begin_round()
+    shell.publish()
     with pytest.raises(
         RunError, match=r"version 0 are published, but .* between 1, the present one, and 1, the number"
     ):
         shell.scheduler.published(0, 0.0, pause_s=0.0)
 
 
-def test_discarding_drops_what_has_not_ended_and_returns_its_prompt() -> None:
-    shell = Shell("oversample", over_sampling_batch_size=2)
+@pytest.mark.parametrize(("name", "reason"), [("oversample", ABORT), ("april, drop_surplus", STOP)])
+def test_what_a_batch_leaves_to_be_dropped_is_dropped_right_before_it(name: str, reason: FinishReason) -> None:
+    shell = Shell(name, over_sampling_batch_size=2)
     assert shell.started() == [0, 1]
     shell.ends(0)
     assert shell.decide() == STOP_ALL
-    shell.ends(1, ABORT)
+    shell.ends(1, reason)
     assert shell.decide() == CONSUME
-    assert not any(isinstance(e, GroupDropped) for e in shell.events), "not before the batch is taken"
+    num_events = len(shell.events)
     assert shell.consume() == [0]
-    [dropped, consumed] = shell.events[-2:]
-    assert isinstance(dropped, GroupDropped) and isinstance(consumed, BatchConsumed)
-    assert (dropped.group_id, dropped.cause) == (1, WasteCause.DISCARDED_ON_ABORT)
-    assert [p.prompt_id for p in shell.state.ledger.returned] == ["toy/1@0"]
+    assert [type(e) for e in shell.events[num_events:]] == [GroupDropped, BatchConsumed]
 
 
 def test_waiting_lets_samples_end_and_be_scored() -> None:

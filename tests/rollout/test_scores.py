@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,29 @@ from rollover.batch import WasteCause
 from rollover.errors import DataError, NoReward, RewardError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import SampleScored
-from rollover.rollout.journal import Journal, restart
+from rollover.rollout.journal import Journal
 from rollover.rollout.metrics import batch_metrics
 from rollover.types import SampleId, Score, Trajectory
-from tests.rollout.kit import ParityScorer, content, make_rig, play, run, with_stop
+from tests.rollout.kit import ParityScorer, content, make_rig, play, with_stop
 from tests.rollout.test_driver import DOES_NOT_APPLY, FIRST, SelectiveScorer, first_is
-from tests.segments import batch_of
 
 
-@pytest.mark.parametrize("others", ["without", "filtered"])
-def test_groups_of_which_one_sample_has_a_reward_end_the_run(others: str) -> None:
-    async def work() -> None:
-        scorer = SelectiveScorer(lambda i: i.index == 0 and (others == "without" or i.group % 2 == 0), DOES_NOT_APPLY)
-        rig = make_rig("april", scorer=scorer, keep_group=lambda rewards: False, limits=Limits(max_dropped_batches=3))
-        expected = r"the last 7 groups gave no signal: {} of them have too few rewards to compare \(the last failure: f returned None"
-        with pytest.raises(RunError, match=expected.format("7" if others == "without" else "[34]")):
-            await with_stop(rig, rig.train(20))
-
-    run(work())
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (lambda i: False, "the samples of each have the same reward"),
+        (lambda i: i.index == 0, "7 of them have too few rewards to compare .the last failure: f returned None"),
+        (lambda i: i == (i.group // 2 * 2, 0), "[34] of them have too few rewards .*, and the samples of each other"),
+    ],
+    ids=["equal rewards", "lone rewards", "both"],
+)
+async def test_groups_without_a_signal_end_the_run(fails: Callable[[SampleId], bool], why: str) -> None:
+    limits = Limits(max_dropped_batches=3)
+    scorer = SelectiveScorer(fails, DOES_NOT_APPLY)
+    rig = make_rig("april", scorer=scorer, keep_group=lambda rewards: False, limits=limits)
+    with pytest.raises(RunError, match=rf"the last 7 groups gave no signal: {why}"):
+        await with_stop(rig, rig.train(20))
+    assert rig.ledger.dropped.total() == 7, "three batches of two, and one more"
 
 
 class PartsScorer(ParityScorer):
@@ -57,18 +62,10 @@ def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
         play(1, "sync", scorer=SelectiveScorer(lambda sample_id: True, reward))
 
 
-def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    _, batches = play(2, "sync", scorer=PartsScorer(), journal=Journal(path))
-    again = restart(Journal(path), step=0, redo_round=False)
-    for step, batch in batches.items():
-        restored = batch_of(again, step)
-        assert [(t.reward, t.components, t.solved) for t in restored.trajectories] == [
-            (t.reward, t.components, t.solved) for t in batch.trajectories
-        ]
-    plain = Journal(tmp_path / "plain")
-    play(1, "sync", scorer=first_is(DOES_NOT_APPLY), group_size=3, journal=plain)
-    bodies = sqlite3.connect(tmp_path / "plain").execute("SELECT body FROM events WHERE kind = 'SampleScored'")
+def test_a_reward_without_components_is_journaled_without_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    play(1, "sync", scorer=first_is(DOES_NOT_APPLY), group_size=3, journal=journal)
+    bodies = sqlite3.connect(journal.path).execute("SELECT body FROM events WHERE kind = 'SampleScored'")
     assert all(json.loads(body).keys() == {"time_s", "sample_id", "reward", "shaping"} for (body,) in bodies)
 
 
@@ -128,25 +125,14 @@ def test_a_group_is_scored_without_the_siblings_that_failed() -> None:
     assert rig.ledger.tokens.wasted[WasteCause.NO_REWARD] > 0
 
 
-def test_a_group_whose_run_was_killed_before_its_scores_is_scored_again(tmp_path: Path) -> None:
-    whole = play(2, "sync", scorer=RankScorer())[1]
-    path = tmp_path / "journal.sqlite"
-
-    async def killed() -> None:
-        rig = make_rig("sync", scorer=RankScorer(1e6), journal=Journal(path))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(500):
-                await rig.driver.next_batch()
-        rig.driver.flush()  # and no orderly stop
-        assert rig.scorer.calls and not [e for e in rig.events if isinstance(e, SampleScored)]
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-    async def resumed() -> None:
-        journal = Journal(path)
-        rig = make_rig("sync", scorer=RankScorer(), state=restart(journal, step=0, redo_round=False), journal=journal)
-        batches = await with_stop(rig, rig.train(2))
-        assert [content(batches[step]) for step in batches] == [content(whole[step]) for step in whole]
-
-    run(killed())
-    run(resumed())
+async def test_a_group_whose_run_ended_before_its_scores_is_scored_again() -> None:
+    rig = make_rig("sync", scorer=RankScorer(1e6))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(500):
+            await rig.driver.next_batch()
+    await rig.driver.stop()
+    assert rig.scorer.calls and not [e for e in rig.events if isinstance(e, SampleScored)]
+    resumed = make_rig("sync", scorer=RankScorer(), state=rig.state)
+    whole = make_rig("sync", scorer=RankScorer())
+    found, expected = [await with_stop(each, each.train(2)) for each in (resumed, whole)]
+    assert [content(batch) for batch in found.values()] == [content(batch) for batch in expected.values()]

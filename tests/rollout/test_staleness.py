@@ -9,22 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.batch import WasteCause
-from rollover.rollout.events import (
-    BatchConsumed,
-    GroupDropped,
-    GroupOpened,
-    SampleScored,
-    SampleStarted,
-    SegmentEnded,
-    VersionPublished,
-)
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import GroupRecord
 from rollover.rollout.staleness import choose_batch, headroom, least_start_version
-from rollover.types import Prompt, SampleId
+from rollover.types import SampleId
 from tests.rollout.kit import assert_bounded, num_due
-from tests.segments import segment
+from tests.rollout.test_ledger import STOP, consumed, dropped, ended, opened, published, scored, started
 
 Chooser = Callable[..., tuple[int, ...] | None]
 
@@ -37,29 +27,23 @@ class World:
         self.ledger = Ledger()
 
     def open(self) -> None:
-        ledger = self.ledger
-        i = ledger.next_group_id
-        prompt = Prompt(prompt_id=f"p{i}", token_ids=(1,), text="", source="s")
-        ledger.apply(GroupOpened(time_s=0.0, group_id=i, prompt=prompt, group_size=1, cursor=ledger.cursor + 1))
+        self.ledger.apply(opened(self.ledger.next_group_id))
 
     def start(self, sample_id: SampleId) -> None:
-        version = self.ledger.policy_version
-        self.ledger.apply(SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version))
+        self.ledger.apply(started(sample_id, self.ledger.policy_version))
 
     def finish(self, sample_id: SampleId) -> None:
-        self.ledger.apply(SegmentEnded(0.0, sample_id, segment(1, version=self.ledger.policy_version)))
-        self.ledger.apply(SampleScored(time_s=0.0, sample_id=sample_id, reward=0.0))
+        self.ledger.apply(ended(sample_id, 1, STOP, version=self.ledger.policy_version))
+        self.ledger.apply(scored(sample_id))
 
     def drop(self, group_id: int) -> None:
-        cause = WasteCause.FILTER_ZERO_SIGNAL
-        self.ledger.apply(GroupDropped(time_s=0.0, group_id=group_id, cause=cause, prompt_returned=False))
+        self.ledger.apply(dropped(group_id))
 
     def publish(self) -> None:
-        version = self.ledger.policy_version + 1
-        self.ledger.apply(VersionPublished(time_s=0.0, policy_version=version, pause_s=0.0))
+        self.ledger.apply(published(self.ledger.policy_version + 1))
 
     def consume(self, group_ids: tuple[int, ...]) -> None:
-        self.ledger.apply(BatchConsumed(time_s=0.0, step=self.ledger.next_step, group_ids=group_ids))
+        self.ledger.apply(consumed(self.ledger.next_step, *group_ids))
 
     @property
     def room(self) -> int:
@@ -162,24 +146,6 @@ def test_preference_rules_where_no_deadline_presses(rng: random.Random, batch_si
     assert len(set(best) - set(chosen)) <= max(0, demanded)
 
 
-def test_demanded_group_that_is_not_ready_holds_the_batch_up() -> None:
-    world = World(batch_size=1, max_staleness=1)
-    world.open()
-    world.open()
-    world.start(SampleId(0, 0))
-    world.start(SampleId(1, 0))
-    world.finish(SampleId(1, 0))
-    assert world.choose(choose_batch, lambda g: g.group_id) == (1,)  # group 0 still has step 1
-    world.consume((1,))
-    world.publish()
-    world.open()
-    world.start(SampleId(2, 0))
-    world.finish(SampleId(2, 0))
-    assert world.choose(choose_batch, lambda g: g.group_id) is None  # group 0 is due now
-    world.finish(SampleId(0, 0))
-    assert world.choose(choose_batch, lambda g: -g.group_id) == (0,)  # due before preferred
-
-
 def test_headroom_is_the_gate_of_admission() -> None:
     world = World(batch_size=4, max_staleness=2)
     assert world.room == 12  # N (v + S + 1 - s)
@@ -212,7 +178,7 @@ class SeveralVersions(World):
         if oldest <= self.ledger.policy_version:
             version = self.rng.randint(oldest, self.ledger.policy_version)
             self.num_older += version < self.ledger.policy_version
-            self.ledger.apply(SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version))
+            self.ledger.apply(started(sample_id, version))
 
 
 @pytest.mark.parametrize(("batch_size", "max_staleness"), [(1, 1), (2, 1), (3, 2), (2, 4)])

@@ -58,10 +58,6 @@ def test_the_start_of_a_process_is_no_iteration() -> None:
     assert state.statistics.pace.c0_s == pytest.approx(0.02)
 
 
-def test_without_a_batch_there_is_no_lag() -> None:
-    assert RolloutState([opened(0), *decoded(0, (5, 0))]).statistics.lag.mean == 0
-
-
 def test_lengths_are_those_of_the_scored_samples_of_trained_groups() -> None:
     state = RolloutState([opened(0, size=3), opened(1), *decoded(0, (7, 0)), *decoded(0, (9, 0), index=2)])
     for event in [failed(SampleId(0, 1)), *decoded(1, (4, 0)), consumed(0, 0)]:

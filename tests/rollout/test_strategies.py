@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.batch import Batch, WasteCause
+from rollover.batch import WasteCause
 from rollover.engine.base import Capabilities
-from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
+from rollover.rollout.config import Limits
+from rollover.rollout.events import CheckpointSaved, Event, GroupDropped, GroupOpened
+from rollover.rollout.journal import Journal, restart
 from rollover.rollout.round import ONE_BY_ONE
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies.rollover import Rollover
 from rollover.types import FinishReason, SampleId
-from tests.rollout.kit import NAMES, ParityScorer, Rig, assert_trainable, config_of, lognormal, play, strategy_of
+from tests.rollout.kit import (
+    NAMES,
+    VARIANTS,
+    ParityScorer,
+    Rig,
+    assert_trainable,
+    config_of,
+    content,
+    lognormal,
+    play,
+    strategy_of,
+)
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, failed, opened, restarted, scored, started
 
 N, G = 2, 2
@@ -129,119 +143,97 @@ def test_parked_before_fresh_and_oldest_group_first() -> None:
         assert [*strategy_of(name).samples_to_start(state.view)] == expected
 
 
-DISCARDING = ("oversample", "tail_rounds")
-
-
-def test_batches_are_taken_in_order_of_opening() -> None:
-    strategy = strategy_of("april", rollout_batch_size=N, group_size=G, max_staleness=4)
-    state = state_with(num_ready=1, num_open=1)
-    assert strategy.select_batch(state.view) is None
-    state.apply(opened(2, size=G))
-    for event in ready(2):
-        state.apply(event)
-    assert strategy.select_batch(state.view) == (0, 2)
-    for event in ready(1):
-        state.apply(event)
-    assert strategy.select_batch(state.view) == (0, 1)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("april", (0, 1)), ("sorted", (1, 3)), ("inflight", (1, 3)), ("april, drop_surplus", (1, 3))],
+)
+def test_batches_are_taken_in_order_of_opening_or_of_ending(name: str, expected: tuple[int, ...]) -> None:
+    strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4)
+    state = state_with(num_open=4)
+    for i in (3, 1, 0, 2):
+        for event in ready(i):
+            state.apply(event)
+    assert strategy.select_batch(state.view) == expected
 
 
 # -- laws over the driver -----------------------------------------------------------------------------------
-
-
-def heads(batches: dict[int, Batch], since: int) -> list[int]:
-    """Staleness of each group's oldest token."""
-    return [b.step - g.oldest_version for b in batches.values() if b.step >= since for g in b.groups]
 
 
 def waste(rig: Rig) -> dict[WasteCause, int]:
     return dict(+rig.ledger.tokens.wasted)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    salt=st.integers(0, 10**6),
-    sigma=st.sampled_from([0.0, 0.5, 1.2]),
-    max_running=st.integers(1, 24),
-    batch_size=st.integers(1, 4),
-    group_size=st.integers(1, 3),
-    stream_interval=st.integers(1, 7),
-    score_s=st.sampled_from([0.0, 0.5, 7.0]),
-    train_s=st.sampled_from([0.0, 3.0]),
+def dropping(share: float, seed: int) -> Callable[[Sequence[float]], bool]:
+    """A filter that drops such a share of groups, by lot."""
+    lot = random.Random(seed)
+    return lambda rewards: lot.random() >= share
+
+
+RUNS = st.fixed_dictionaries(
+    {
+        "length": st.builds(
+            lognormal, st.sampled_from([6, 15]), st.sampled_from([0.0, 0.5, 1.2]), salt=st.integers(0, 10**6)
+        ),
+        "max_running": st.integers(1, 24),
+        "rollout_batch_size": st.integers(1, 4),
+        "group_size": st.integers(1, 3),
+        "unit": st.sampled_from(["group", "sample"]),
+        "max_new_tokens": st.integers(3, 60),
+        "stop_token_ids": st.sampled_from([(), (7,)]),
+        "stream_interval_tokens": st.integers(1, 9),
+        "limits": st.builds(Limits, save_every_tokens=st.integers(1, 20)),
+        "in_flight_update": st.booleans(),
+        "scorer": st.builds(ParityScorer, st.sampled_from([0.0, 0.5, 7.0])),
+        "keep_group": st.builds(dropping, st.sampled_from([0.0, 0.3]), st.integers(0, 10**6)),
+        "train_s": st.sampled_from([0.0, 3.0]),
+    }
 )
-def test_laws_hold_under_any_lengths(
-    name: str,
-    salt: int,
-    sigma: float,
-    max_running: int,
-    batch_size: int,
-    group_size: int,
-    stream_interval: int,
-    score_s: float,
-    train_s: float,
-) -> None:
-    """Conservation and the bound after every event (see ``kit.assert_lawful``), no slot kept, exact tokens, each
-    group trained once, each prompt drawn once."""
-    rig, batches = play(
-        4,
-        name,
-        train_s=train_s,
-        length=lognormal(6, sigma, salt=salt),
-        max_running=max_running,
-        stream_interval_tokens=stream_interval,
-        scorer=ParityScorer(score_s),
-        rollout_batch_size=batch_size,
-        group_size=group_size,
-    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(options=RUNS, extra_staleness=st.integers(0, 3))
+def test_laws_hold_under_any_lengths(name: str, options: dict[str, Any], extra_staleness: int) -> None:
+    """Conservation and the bound after every event (see ``kit.assert_lawful``), no slot kept, exact tokens across any
+    number of aborts, each group trained once, each prompt drawn once; and each batch comes."""
+    if name != "sync":
+        options |= {"max_staleness": (name in ("april", "oversample", "token_budget")) + extra_staleness}
+    rig, batches = play(4, name, **options)
     assert_trainable(batches, rig)
     assert rig.engine.stats().num_running == 0 and not rig.ledger.running
-    assert rig.source.drawn == list(range(rig.ledger.cursor))
+    siblings = options["group_size"] if options["unit"] == "sample" else 1
+    assert rig.source.drawn == [index // siblings for index in range(rig.ledger.cursor)]
     assert max(rig.scorer.scored.values()) == 1
     tokens = rig.ledger.tokens
     assert tokens.trained == sum(b.num_tokens for b in batches.values())
     assert tokens.decoded == rig.engine.decoded_tokens
-    if name not in DISCARDING:
-        assert not waste(rig)
+    discards = {WasteCause.DISCARDED_ON_ABORT} if name == "oversample" else set()
+    assert waste(rig).keys() <= {WasteCause.FILTER_ZERO_SIGNAL} | discards
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        calls = [r for r in rig.engine.requests if r.sample_key == f"{trajectory.sample_id}."]
+        assert len({r.seed for r in calls}) == 1
+        assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in calls)
+        assert options["in_flight_update"] or all(s.kv_version == s.policy_version for s in trajectory.segments)
+    assert all(len(r.response_ids) < options["max_new_tokens"] for r in rig.engine.requests)
 
 
-@pytest.mark.parametrize("over_sampling", [4, 6, 8, 12])
-def test_mean_head_lag_of_april_is_its_over_sampling_ratio_less_one(over_sampling: int) -> None:
-    """Little's law: over_sampling - N groups stand at each boundary, N leave per step."""
-    n, num_steps, warm_up = 4, 60, 10
-    _, batches = play(
-        num_steps,
-        "april",
-        length=lognormal(8, 1.0, cap=200),
-        rollout_batch_size=n,
-        over_sampling_batch_size=over_sampling,
-        max_staleness=40,
-        max_new_tokens=200,
-        watched=False,
-    )
-    assert statistics.fmean(heads(batches, warm_up)) == pytest.approx(over_sampling / n - 1, abs=0.1)
-
-
-@pytest.mark.parametrize("name", ["april", "concurrency", "bounded_async", "inflight"])
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_tight_bound_holds_and_is_reached(name: str, max_staleness: int) -> None:
-    """Two samples run on and on; the batch of their last legal step waits for them."""
-
-    def length(request: Any) -> int:
-        return 200 if request.sample_key == "g0.0." else 3
-
-    rig, batches = play(5, name, length=length, max_staleness=max_staleness, max_new_tokens=200, max_running=8)
-    assert_trainable(batches, rig)
-    assert [b.step for b in batches.values() if 0 in [g.group_id for g in b.groups]] == [max_staleness]
-
-
-def test_surplus_groups_lead_the_next_batch() -> None:
-    """Four groups become ready in the same tick, a batch takes two: the others are the next batch, without decoding."""
-    rig, batches = play(2, "april", length=lambda request: 5)
-    assert [[g.group_id for g in b.groups] for b in batches.values()] == [[0, 1], [2, 3]]
-    assert rig.engine.num_ticks == 5
-    rig, batches = play(2, "oversample", length=lambda request: 5)
-    assert [[g.group_id for g in b.groups] for b in batches.values()] == [[0, 1], [2, 3]]
-    assert not waste(rig)
+@pytest.mark.parametrize(
+    ("name", "rows", "wasted"),
+    [
+        ("april", [[0, 1], [2, 3]], {}),
+        ("oversample", [[0, 1], [2, 3]], {}),
+        ("april, drop_surplus", [[0, 1], [4, 5]], {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}),
+    ],
+)
+def test_surplus_groups_lead_the_next_batch_unless_they_are_dropped(
+    name: str, rows: list[list[int]], wasted: dict[WasteCause, int]
+) -> None:
+    """Four groups of two samples become ready in the same tick, a batch takes two. Without the others, the next batch
+    takes as long; and their prompts are lost too."""
+    rig, batches = play(2, name, length=lambda request: 5)
+    assert [[g.prompt.columns["row"] for g in b.groups] for b in batches.values()] == rows
+    assert waste(rig) == wasted
+    assert rig.engine.num_ticks == (10 if wasted else 5)
 
 
 def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
@@ -259,25 +251,7 @@ def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
     assert rig.ledger.tokens.live == 2 * 2 * 4  # the surplus of the second round
 
 
-@pytest.mark.parametrize("name", ["concurrency", "bounded_async"])
-def test_concurrency_refills_at_once(name: str) -> None:
-    """The number of running samples stays at its target from the first start to the first batch."""
-    rig, _ = play(3, name, num_running=5, max_staleness=8, watched=False)
-    running, low = 0, []
-    for event in rig.events:
-        match event:
-            case SampleStarted():
-                running += 1
-            case SegmentEnded() if event.segment.finish_reason is not None:
-                low.append(running)
-                running -= 1
-            case BatchConsumed():
-                break
-    busy = Counter(low)
-    assert max(low) == 5 and busy[5] >= 0.5 * len(low)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_groups_without_signal_are_replaced_and_counted(name: str) -> None:
     rig, batches = play(8, name, keep_group=lambda rewards: len(set(rewards)) > 1)
     assert all(len(set(g.rewards_G)) > 1 for b in batches.values() for g in b.groups)
@@ -288,9 +262,29 @@ def test_groups_without_signal_are_replaced_and_counted(name: str) -> None:
     assert waste(rig)[WasteCause.FILTER_ZERO_SIGNAL] > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_started_group_waits_behind_newer_ones_for_long(name: str) -> None:
-    """Starvation: however few places there are, staleness stays far below a bound that does not press."""
-    bound = {} if name in ("sync", "probe", *DISCARDING) else {"max_staleness": 30}
-    _, batches = play(40, name, max_running=3, watched=False, **bound)
-    assert max(heads(batches, 0)) <= 6
+def few_places(unit: str) -> dict[str, Any]:
+    """And long tails, so that samples are parked, run out of their budget and go on."""
+    limits, scorer = Limits(save_every_tokens=5), ParityScorer(0.5)
+    sizes = {"unit": unit, "max_running": 7, "max_new_tokens": 40, "stream_interval_tokens": 3}
+    return {"train_s": 1.0, "checkpoint_every": 2, "lockstep": True, "limits": limits, "scorer": scorer, **sizes}
+
+
+@pytest.mark.parametrize("unit", ["group", "sample"])
+@pytest.mark.parametrize("name", [name for name in NAMES if not config_of(name).strategy.overlaps_training])
+def test_a_deterministic_run_repeats_its_batches_also_after_a_restart(name: str, unit: str) -> None:
+    rig, batches = play(6, name, **few_places(unit))
+    assert_trainable(batches, rig)
+    assert rig.ledger.tokens.decoded == rig.engine.decoded_tokens
+    expected = {step: content(batch) for step, batch in batches.items()}
+    _, again = play(6, name, **few_places(unit))
+    assert {step: content(batch) for step, batch in again.items()} == expected
+
+    for share in (0.15, 0.3, 0.9):
+        written = rig.events[: int(share * len(rig.events))]
+        journal = Journal(Path(":memory:"))
+        journal.append(written)
+        newest = max((e.step for e in written if isinstance(e, CheckpointSaved)), default=0)
+        state = restart(journal, step=newest, redo_round=True)
+        _, resumed = play(6, name, state=state, journal=journal, **few_places(unit))
+        assert {s: content(b) for s, b in resumed.items()} == {s: expected[s] for s in resumed}, f"cut at {share}"
+        journal.close()

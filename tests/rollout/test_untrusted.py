@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollover.batch import WasteCause
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineMismatch
-from rollover.rollout.events import GroupDropped
+from rollover.rollout.events import GroupDropped, GroupOpened
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import FAILED
 from rollover.run.weight_sync import WeightSync
@@ -44,26 +45,43 @@ def versions_of(engine: str, ledger: Ledger) -> set[int]:
     return {s.policy_version for sample in samples for s in sample.segments if s.engine == engine and s.token_ids}
 
 
+def has_tokens_of_b(batch: Batch) -> bool:
+    return any(s.engine == "b" and s.token_ids for t in batch.trajectories for s in t.segments)
+
+
 @pytest.mark.parametrize("name", NAMES)
-async def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(name: str) -> None:
+@pytest.mark.parametrize("found_out", ["at once", "while training", "while decoding"])
+async def test_no_token_of_a_member_is_handed_out_once_it_is_found_out(name: str, found_out: str) -> None:
+    """What is dropped is sampled anew, from the same prompts."""
     rig = make_two(name)
+    before = await rig.train(2, train_s=2.0)
+    assert any(map(has_tokens_of_b, before.values()))
+    first_clean = rig.ledger.next_step
 
     def take_out() -> None:
-        assert not rig.ledger.running and not versions_of("b", rig.ledger)
         rig.engine.has_b = False  # type: ignore[attr-defined]
+        assert found_out != "at once" or not (rig.ledger.running or versions_of("b", rig.ledger))
 
-    batches = await rig.train(2, train_s=2.0)
-    assert any(s.engine == "b" for b in batches.values() for t in b.trajectories for s in t.segments)
-    waste, before = rig.ledger.tokens.wasted, len(rig.events)
-    num_tokens = await rig.driver.drop_tokens_of("b", take_out)
-    drops = [e for e in rig.events[before:] if isinstance(e, GroupDropped)]
-    assert all(e.cause is WasteCause.UNTRUSTED_ENGINE and e.prompt_returned for e in drops)
-    assert waste[WasteCause.UNTRUSTED_ENGINE] == num_tokens and (num_tokens > 0) == bool(drops)
-    returned = {p.prompt_id for p in rig.ledger.returned}
+    def find_out() -> None:
+        take_out()
+        rig.driver.distrust("b")
+
+    if found_out == "at once":
+        num_tokens = await rig.driver.drop_tokens_of("b", take_out)
+        assert rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] == num_tokens
+    elif found_out == "while training":
+        find_out()
+    else:
+        asyncio.get_running_loop().call_later(0.5, find_out)
+        first_clean += 1  # one may have been handed out before
     later = await with_stop(rig, rig.train(6, train_s=2.0))
-    assert_trainable(batches | later, rig)
-    assert all(s.engine != "b" for b in later.values() for t in b.trajectories for s in t.segments if s.token_ids)
-    assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
+    assert_trainable(before | later, rig)
+    assert not any(has_tokens_of_b(batch) for step, batch in later.items() if step >= first_clean)
+    drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
+    assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
+    prompts = {e.group_id: e.prompt.prompt_id for e in rig.events if isinstance(e, GroupOpened)}
+    times_opened = Counter(prompts.values())
+    assert all(e.prompt_returned and times_opened[prompts[e.group_id]] > 1 for e in drops)
 
 
 async def test_what_an_interrupt_leaves_to_be_dropped_is_dropped_by_stop() -> None:
@@ -111,29 +129,3 @@ async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
         await rig.driver.drop_tokens_of("b", take_out)
     assert not versions_of("b", rig.ledger)
     await with_stop(rig, asyncio.sleep(0))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("while_training", [True, False])
-async def test_no_token_is_handed_out_of_a_member_found_out_at_any_time(name: str, while_training: bool) -> None:
-    rig = make_two(name)
-    before = await rig.train(2, train_s=2.0)
-    assert any(s.engine == "b" for b in before.values() for t in b.trajectories for s in t.segments)
-
-    def find_out() -> None:
-        rig.engine.has_b = False  # type: ignore[attr-defined]
-        rig.driver.distrust("b")
-
-    if while_training:
-        find_out()
-    else:
-        asyncio.get_running_loop().call_later(0.5, find_out)
-    step = rig.ledger.next_step
-    later = await with_stop(rig, rig.train(6, train_s=2.0))
-    assert_trainable(before | later, rig)
-    first_clean = step if while_training else step + 1  # one may have been handed out before
-    for batch in later.values():
-        if batch.step >= first_clean:
-            assert all(s.engine != "b" for t in batch.trajectories for s in t.segments if s.token_ids)
-    drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
-    assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])

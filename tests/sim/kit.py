@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.engine.base import Capabilities
+from rollover.rollout.events import Event
 from rollover.rollout.strategy import Strategy
+from rollover.sim.result import Simulation
+from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 
@@ -38,6 +41,12 @@ def strategy_of(
         max_running=max_running, max_context_tokens=2**31, prefill_tokens_per_iteration=prefill_tokens_per_iteration
     )
     return SimulatedRollout.of(name, **config).build_strategy(engine)
+
+
+def watched(*given: Any, **more: Any) -> tuple[Simulation, list[Event]]:
+    """A simulation and all its events."""
+    events: list[Event] = []
+    return simulate(*given, **more, observer=events.append), events
 
 
 def one_replica(*, b0: float = 1e12, **model: Any) -> Scenario:

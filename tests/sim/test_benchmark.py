@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from rollover.rollout.actions import StartSample
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.generation import generation_request
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.replica import Replica
 from rollover.sim.scenario import ReplicaModel
+from rollover.types import SampleId, Trajectory
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import run
 from tests.sim.test_replica import call, drain
@@ -28,22 +32,19 @@ ROOT = Path(__file__).parents[2]
 MODEL = ReplicaModel(c0_s=0.001, b0=8.0, prefill_tokens_per_s=20_000.0, swap_pause_s=0.01)
 
 
+def benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
+
+
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import replayed
-
-    module: ModuleType = replayed
-    return module
+    return benchmark(monkeypatch, "replayed")
 
 
 @pytest.fixture
 def rollout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import rollout
-
-    module: ModuleType = rollout
-    return module
+    return benchmark(monkeypatch, "rollout")
 
 
 def lengths_file(folder: Path, rows: list[list[int]]) -> Path:
@@ -77,10 +78,6 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
     per_group = 1 if unit == "sample" else 3
 
     async def decoded() -> list[int]:
-        from rollover.rollout.actions import StartSample
-        from rollover.rollout.generation import generation_request
-        from rollover.types import SampleId, Trajectory
-
         found = []
         for number in range(6):
             sample_id = SampleId(*divmod(number, per_group))

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollover.rollout.events import BatchConsumed, Event
+from rollover.rollout.events import BatchConsumed
 from rollover.rollout.generation import sample_seed
-from rollover.sim.run import simulate
 from rollover.sim.scenario import NO_TIME, Latency, Turns
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
-from tests.engine.fake import FakeEngine
-from tests.rollout.kit import NAMES, SEED, make_rig, run, with_stop
-from tests.sim.kit import Lengths, one_replica, strategy_of
-from tests.virtual_time import VirtualClock
+from tests.rollout.kit import NAMES, SEED, play
+from tests.sim.kit import Lengths, one_replica, strategy_of, watched
 
 NUM_STEPS = 8
 TURN, TOOL_S = 13, 7.0
@@ -42,47 +39,38 @@ class Tools:
         pass
 
 
-def batches_of_driver(
-    name: str, max_running: int, train_s: float, turn: int = 60, environment: Tools | None = None, **config: Any
-) -> list[tuple[float, tuple[int, ...]]]:
+def batches_of_driver(name: str, max_running: int, train_s: float, turn: int = 60, **rig: Any) -> list[BatchConsumed]:
     lengths = {
         sample_seed(SEED, SampleId(g, i), k): min(turn, length_of(g, i) - k * turn)
         for g in range(400)
         for i in range(4)
         for k in range(-(-length_of(g, i) // turn))
     }
-    consumed: list[tuple[float, tuple[int, ...]]] = []
+    rig |= {"length": lambda request: lengths[request.seed], "max_running": max_running, "watched": False}
+    played, _ = play(NUM_STEPS, name, train_s=train_s, checkpoint_every=1, **rig)
+    return [event for event in played.events if isinstance(event, BatchConsumed)]
 
-    def observer(event: Event) -> None:
-        if isinstance(event, BatchConsumed):
-            consumed.append((event.time_s, event.group_ids))
 
-    async def work() -> None:
-        engine = FakeEngine(
-            lambda request: lengths[request.seed],
-            auto=True,
-            clock=VirtualClock(),
-            max_running=max_running,
-            stream_interval_tokens=1,
-        )
-        rig = make_rig(name, engine=engine, environment=environment, observer=observer, watched=False, **config)
-        await with_stop(rig, rig.train(NUM_STEPS, train_s=train_s, checkpoint_every=1))
-
-    run(work())
-    return consumed
+def batches_of_simulator(
+    name: str, max_running: int, *, trainer: Latency = NO_TIME, turns: Turns | None = None, **config: Any
+) -> list[BatchConsumed]:
+    lengths = Lengths(lambda index, i, attempt: length_of(index, i))
+    scenario = one_replica(max_running=max_running, trainer=trainer, turns=turns)
+    strategy = strategy_of(name, max_running=max_running, **config)
+    _, events = watched(strategy, lengths, scenario, steps=NUM_STEPS)
+    return [event for event in events if isinstance(event, BatchConsumed)]
 
 
 @pytest.mark.parametrize("train_s", [0.0, 7.0])
 @pytest.mark.parametrize("max_running", [6, 64])
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("oversample", "tail_rounds")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "oversample"])
 def test_both_shells_train_the_same_batches(name: str, max_running: int, train_s: float) -> None:
     config: dict[str, Any] = {"group_size": 4, "rollout_batch_size": 3}
     simulated = batches_of_simulator(name, max_running, trainer=Latency(base_s=train_s), **config)
     by_driver = batches_of_driver(name, max_running, train_s, **config)
-    assert [e.group_ids for e in simulated] == [ids for _, ids in by_driver]
+    assert [e.group_ids for e in simulated] == [e.group_ids for e in by_driver]
     # The fake engine decodes at whole seconds, so a round that begins between two loses a fraction of one.
-    for event, (time_s, _) in zip(simulated, by_driver, strict=True):
-        assert event.time_s == pytest.approx(time_s, abs=1.5 + NUM_STEPS)
+    assert [e.time_s for e in simulated] == pytest.approx([e.time_s for e in by_driver], abs=1.5 + NUM_STEPS)
 
 
 @pytest.mark.parametrize("name", ["sync", "april", "rollover", "bounded_async"])
@@ -91,27 +79,6 @@ def test_both_shells_play_the_same_episodes(name: str) -> None:
     config: dict[str, Any] = {"group_size": 4, "rollout_batch_size": 3, "max_new_tokens": 400}
     turns = Turns(tokens=TURN, answer_s=TOOL_S, observed_tokens=3)
     simulated = batches_of_simulator(name, 6, turns=turns, **config)
-    by_driver = batches_of_driver(name, 6, 0.0, TURN, Tools(), **config)
-    assert [e.group_ids for e in simulated] == [ids for _, ids in by_driver]
-    for event, (time_s, _) in zip(simulated, by_driver, strict=True):
-        assert event.time_s == pytest.approx(time_s, rel=0.05, abs=5)
-
-
-def batches_of_simulator(
-    name: str, max_running: int, *, trainer: Latency = NO_TIME, turns: Turns | None = None, **config: Any
-) -> list[BatchConsumed]:
-    strategy = strategy_of(name, max_running=max_running, **config)
-    consumed: list[BatchConsumed] = []
-
-    def observer(event: Event) -> None:
-        if isinstance(event, BatchConsumed):
-            consumed.append(event)
-
-    simulate(
-        strategy,
-        Lengths(lambda index, i, attempt: length_of(index, i)),
-        one_replica(max_running=max_running, trainer=trainer, turns=turns),
-        steps=NUM_STEPS,
-        observer=observer,
-    )
-    return consumed
+    by_driver = batches_of_driver(name, 6, 0.0, TURN, environment=Tools(), **config)
+    assert [e.group_ids for e in simulated] == [e.group_ids for e in by_driver]
+    assert [e.time_s for e in simulated] == pytest.approx([e.time_s for e in by_driver], rel=0.05, abs=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,14 @@ from rollover.batch import WasteCause
 from rollover.errors import ConfigError
 from rollover.garbage import rare_collections
 from rollover.rollout.events import Event, GroupDropped, Observed, SegmentEnded
+from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.sim.strategies import SIMULATED as NAMES
 from rollover.workload.base import Workload
 from rollover.workload.law import Generator, LengthLaw
-from tests.sim.kit import Lengths, one_replica, strategy_of
+from tests.sim.kit import Lengths, one_replica, strategy_of, watched
 
 LAW = LengthLaw(median_tokens=20, sigma=0.9, icc=0.5, cap_tokens=120, min_tokens=1, loop_probability=0.02)
 TWO = Scenario(
@@ -33,17 +33,13 @@ TWO = Scenario(
 )
 
 
-def trace_of(name: str, scenario: Scenario, *, steps: int = 8, seed: int = 5, lengths: int = 1) -> str:
-    digest = hashlib.blake2b()
-    simulate(
-        strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=scenario.max_running),
-        Generator(LAW, lengths),
-        scenario,
-        steps=steps,
-        seed=seed,
-        observer=lambda event: digest.update(repr(event).encode()),
-    )
-    return digest.hexdigest()
+def strategy_for_two(name: str) -> Strategy:
+    return strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=TWO.max_running)
+
+
+def trace_of(name: str, scenario: Scenario, *, seed: int = 5, lengths: int = 1) -> list[str]:
+    _, events = watched(strategy_for_two(name), Generator(LAW, lengths), scenario, steps=8, seed=seed)
+    return [repr(event) for event in events]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,9 +51,8 @@ def test_the_same_seeds_give_the_same_trace_to_the_byte(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_trained_response_is_whole_and_every_token_accounted_for(name: str) -> None:
-    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
-    lengths = Generator(LAW, 3)
-    simulation = simulate(strategy, lengths, TWO, steps=12, seed=2)
+    strategy = strategy_for_two(name)
+    simulation = simulate(strategy, Generator(LAW, 3), TWO, steps=12, seed=2)
     window = Window(simulation.steps)
     assert len(window.lengths) == 12 * 16
     admitted = set(simulation.admitted_lengths)
@@ -103,20 +98,12 @@ def test_an_acting_sample_holds_no_slot() -> None:
 def test_every_strategy_trains_whole_episodes(name: str) -> None:
     scenario = replace(TWO, turns=Turns(tokens=7, answer_s=3.0, answer_sigma=0.5, observed_tokens=2))
     assert trace_of(name, scenario) == trace_of(name, scenario)
-    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
-    observed: list[Observed] = []
-    simulation = simulate(
-        strategy,
-        Generator(LAW, 3),
-        scenario,
-        steps=8,
-        observer=lambda event: observed.append(event) if isinstance(event, Observed) else None,
-    )
+    simulation, events = watched(strategy_for_two(name), Generator(LAW, 3), scenario, steps=8)
     tokens = simulation.tokens
     trained = [length for step in simulation.steps for length in step.lengths]
     assert tokens.trained == sum(trained)
     assert tokens.observed_in_batches == sum(2 * ((length - 1) // 7) for length in trained)
-    assert tokens.observed == sum(len(event.observation.token_ids) for event in observed)
+    assert tokens.observed == sum(len(e.observation.token_ids) for e in events if isinstance(e, Observed))
 
 
 def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
@@ -142,17 +129,11 @@ def test_a_round_is_measured_whole_or_not_at_all() -> None:
 
 
 def test_tokens_on_both_sides_of_new_weights_have_their_own_versions() -> None:
-    segments: list[SegmentEnded] = []
-
-    def observer(event: Event) -> None:
-        if isinstance(event, SegmentEnded):
-            segments.append(event)
-
     lengths = Lengths(lambda index, i, attempt: 15 if index % 2 else 4)
     scenario = one_replica(trainer=Latency(base_s=2.0), kv_on_update="keep")
-    simulate(strategy_of("bounded_async", num_running=8), lengths, scenario, steps=6, observer=observer)
+    _, events = watched(strategy_of("bounded_async", num_running=8), lengths, scenario, steps=6)
     spans: dict[Any, list[Any]] = {}
-    for event in segments:
+    for event in (e for e in events if isinstance(e, SegmentEnded)):
         spans.setdefault(event.sample_id, []).append(event.segment)
     crossed = [s for s in spans.values() if len(s) > 1 and s[-1].finish_reason is not None]
     assert crossed
@@ -170,14 +151,8 @@ def test_discarded_prompts_come_back_with_other_responses() -> None:
         drawn.append((index, attempt))
         return 50 if attempt == 0 and index % 2 else 5
 
-    dropped: list[GroupDropped] = []
-
-    def observer(event: Event) -> None:
-        if isinstance(event, GroupDropped):
-            dropped.append(event)
-
-    simulation = simulate(strategy_of("oversample"), Lengths(length), one_replica(), steps=6, observer=observer)
-    assert dropped and {e.cause for e in dropped} == {WasteCause.DISCARDED_ON_ABORT}
+    simulation, events = watched(strategy_of("oversample"), Lengths(length), one_replica(), steps=6)
+    assert {e.cause for e in events if isinstance(e, GroupDropped)} == {WasteCause.DISCARDED_ON_ABORT}
     assert {attempt for _, attempt in drawn} == {0, 1}
     assert simulation.tokens.wasted[WasteCause.DISCARDED_ON_ABORT] > 0
 
@@ -201,7 +176,7 @@ def test_impossible_replicas_are_refused(keys: dict[str, float], message: str) -
 
 def garbage_of(name: str, workload: Workload, steps: int) -> int:
     """Objects that only the collector can free once a simulation is over and forgotten."""
-    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
+    strategy = strategy_for_two(name)
     gc.collect()
     gc.disable()
     try:
@@ -221,13 +196,11 @@ def test_a_simulation_makes_no_cyclic_garbage(name: str) -> None:
 def test_thresholds_are_those_of_before_whatever_happens() -> None:
     before = gc.get_threshold()
     inside: list[tuple[int, int, int]] = []
-    simulate(
-        strategy_of("sync"),
-        Lengths(lambda *_: 3),
-        one_replica(),
-        steps=1,
-        observer=lambda event: inside.append(gc.get_threshold()),
-    )
+
+    def look(event: Event) -> None:
+        inside.append(gc.get_threshold())
+
+    simulate(strategy_of("sync"), Lengths(lambda *_: 3), one_replica(), steps=1, observer=look)
     assert set(inside) == {(NEW_OBJECTS, *before[1:])}
     assert gc.get_threshold() == before
     with pytest.raises(ZeroDivisionError):

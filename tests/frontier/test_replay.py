@@ -28,6 +28,20 @@ from tests.frontier.kit import LAW, REPLICA, small
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
 
 
+def using(strategy: str = "sync", value: float | None = None, **scenario: Any) -> Setup:
+    """The small setup in which this setting of a strategy is in use."""
+    lengths = scenario.pop("lengths", LAW)
+    setup = small(lengths=lengths, scenario=Scenario(**({"replicas": (TRUE,)} | scenario)))
+    return replace(setup, rollout=setting(strategy, setup, value))
+
+
+def again(found: Recorded, steps: int, *, warmup: int) -> float:
+    """Tokens per second of a simulation of what was recorded."""
+    strategy = found.rollout.build_strategy(found.scenario.capabilities)
+    simulated = simulate(strategy, found.trace.workload(0), found.scenario, steps=steps)
+    return simulated.after(warmup).tokens_per_s
+
+
 def recorded_run(
     folder: Path, setup: Setup, steps: int, changed: Callable[[list[Event]], list[Event]] = lambda events: events
 ) -> Path:
@@ -71,11 +85,8 @@ def test_neither_evaluations_nor_new_weights_are_time_of_the_trainer() -> None:
 
 @pytest.mark.parametrize("strategy", ["sync", "april"])
 def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> None:
-    scenario = Scenario(
-        replicas=(TRUE,), trainer=Latency(s_per_token=1e-4), reward=Latency(base_s=0.5), kv_on_update="keep"
-    )
-    setup = small(scenario=scenario)
-    setup = replace(setup, rollout=setting(strategy, setup, 2.0))
+    latencies = {"trainer": Latency(s_per_token=1e-4), "reward": Latency(base_s=0.5)}
+    setup = using(strategy, 2.0, kv_on_update="keep", **latencies)
     found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
     assert found.rollout == setup.rollout
     (replica,) = found.scenario.replicas
@@ -85,10 +96,7 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
     assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
     assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
     assert found.scenario.kv_on_update == "keep"
-    again = simulate(
-        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
-    )
-    assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
+    assert again(found, 12, warmup=4) == pytest.approx(found.tokens_per_s(4), rel=0.03)
 
 
 def test_a_step_whose_batch_was_skipped_trained_no_tokens(tmp_path: Path) -> None:
@@ -96,8 +104,7 @@ def test_a_step_whose_batch_was_skipped_trained_no_tokens(tmp_path: Path) -> Non
         at = next(i for i, e in enumerate(events) if isinstance(e, BatchConsumed) and e.step == 5)
         return [*events[: at + 1], BatchTrained(events[at].time_s, 5, {WasteCause.SKIPPED: 1}), *events[at + 1 :]]
 
-    setup = small(scenario=Scenario(replicas=(TRUE,), trainer=Latency(s_per_token=1e-4)))
-    setup = replace(setup, rollout=setting("sync", setup, None))
+    setup = using(trainer=Latency(s_per_token=1e-4))
     found, whole = (
         read_recorded(recorded_run(tmp_path / str(n), setup, 12, changed)) for n, changed in enumerate([skipped, list])
     )
@@ -118,10 +125,8 @@ def _scored_together(events: list[Event]) -> list[Event]:
 
 @pytest.mark.parametrize("key", ["reward", "rewards"])
 def test_a_reward_that_compares_siblings_takes_time_after_the_last_of_them(tmp_path: Path, key: str) -> None:
-    setup = small(scenario=Scenario(replicas=(TRUE,), reward=Latency(base_s=0.5)))
-    run = recorded_run(
-        tmp_path / "run", replace(setup, rollout=setting("sync", setup, None)), 12, changed=_scored_together
-    )
+    setup = using(reward=Latency(base_s=0.5))
+    run = recorded_run(tmp_path / "run", setup, 12, changed=_scored_together)
     comparing: Any = {"kind": "function", "group": True}
     source = {"name": "", "reward": {"kind": "exact"}} | {key: [comparing] if key == "rewards" else comparing}
     assert rewritten(run, tasks={"train": [source]}).scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
@@ -133,25 +138,20 @@ def test_a_reward_that_compares_siblings_takes_time_after_the_last_of_them(tmp_p
 def test_the_turns_of_episodes_are_measured_and_simulated_again(tmp_path: Path) -> None:
     turns = Turns(tokens=8, answer_s=0.4, answer_sigma=0.3, observed_tokens=5)
     law = replace(LAW, sigma=0.5, loop_probability=0.0)  # no episode ends at the limit of its tokens
-    setup = small(lengths=law, scenario=Scenario(replicas=(TRUE,), turns=turns, reward=Latency(base_s=0.5)))
-    setup = replace(setup, rollout=setting("april", setup, 2.0))
+    setup = using("april", 2.0, lengths=law, turns=turns, reward=Latency(base_s=0.5))
     found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
     assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
-    again = found.scenario.turns
-    assert again is not None and again.observed_tokens == 5
-    assert again.tokens == pytest.approx(8, abs=1)
-    assert again.answer_s == pytest.approx(0.4, rel=0.1) and again.answer_sigma == pytest.approx(0.3, rel=0.2)
-    assert found.notes[-1].startswith(f"Episodes: each turn has {again.tokens} tokens, an answer 5 and takes")
-    simulated = simulate(
-        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
-    )
-    assert simulated.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.1)
+    measured = found.scenario.turns
+    assert measured is not None and measured.observed_tokens == 5
+    assert measured.tokens == pytest.approx(8, abs=1)
+    assert measured.answer_s == pytest.approx(0.4, rel=0.1) and measured.answer_sigma == pytest.approx(0.3, rel=0.2)
+    assert found.notes[-1].startswith(f"Episodes: each turn has {measured.tokens} tokens, an answer 5 and takes")
+    assert again(found, 12, warmup=4) == pytest.approx(found.tokens_per_s(4), rel=0.1)
 
 
 def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
     """At an accuracy of 0.1, 0.9^4 + 0.1^4 = 66% of groups of 4 have equal rewards."""
-    setup = small(scenario=Scenario(replicas=(TRUE,), accuracy=0.1, filter_zero_signal=True))
-    setup = replace(setup, rollout=setting("sync", setup, None))
+    setup = using(accuracy=0.1, filter_zero_signal=True)
     found = read_recorded(recorded_run(tmp_path / "run", setup, 30))
     assert found.scenario.filter_zero_signal
     assert found.scenario.accuracy == pytest.approx(0.1, rel=0.15)
@@ -161,8 +161,7 @@ def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
 def test_options_do_not_change_how_accurate_the_model_of_the_run_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup = small(scenario=Scenario(replicas=(TRUE,)))
-    run = recorded_run(tmp_path / "run", replace(setup, rollout=setting("sync", setup, None)), 8)
+    run = recorded_run(tmp_path / "run", using(), 8)
     said = []
     for options in ((), ("--batch-size", "2")):
         assert cli.main(["simulate", "--from", str(run), "--strategies", "sync", "--seeds", "1", *options]) == 0
@@ -178,8 +177,7 @@ def rewritten(run: Path, **changes: Any) -> Recorded:
 
 
 def test_several_servers_are_simulated_with_the_room_of_all(tmp_path: Path) -> None:
-    setup = small(scenario=Scenario(replicas=4 * (replace(TRUE, max_running=6),), trainer=Latency(s_per_token=1e-4)))
-    setup = replace(setup, rollout=setting("april", setup, 2.0))
+    setup = using("april", 2.0, replicas=4 * (replace(TRUE, max_running=6),), trainer=Latency(s_per_token=1e-4))
     run = recorded_run(tmp_path / "run", setup, 16)
     servers = {"kind": "vllm", "urls": [f"http://h{i}" for i in range(4)]}
     for each in (6, [6, 6, 6, 6]):
@@ -189,10 +187,7 @@ def test_several_servers_are_simulated_with_the_room_of_all(tmp_path: Path) -> N
         assert found.scenario.max_running == expected >= 18
     swarm = rewritten(run, engine={"kind": "swarm", "max_running": 256}, meta={"max_running": 256})
     assert swarm.scenario.max_running == max(n for _, n in read_timeline(run).active)
-    again = simulate(
-        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=16
-    )
-    assert again.after(5).tokens_per_s == pytest.approx(found.tokens_per_s(5), rel=0.1)
+    assert again(found, 16, warmup=5) == pytest.approx(found.tokens_per_s(5), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +203,7 @@ def test_several_servers_are_simulated_with_the_room_of_all(tmp_path: Path) -> N
 def test_what_decodes_during_training_is_left_out_if_they_take_turns(
     tmp_path: Path, kind: str, trainer: dict[str, str], meta: dict[str, bool], expected: bool
 ) -> None:
-    setup = small()
-    setup = replace(setup, rollout=setting("sync", setup, None))
+    setup = using()
     run = recorded_run(tmp_path / "run", setup, 6)
     found = rewritten(run, engine={"kind": kind, "device": "cpu", "max_running": 64}, trainer=trainer, meta=meta)
     setup = replace(setup, takes_turns=found.takes_turns)
@@ -231,8 +225,7 @@ def test_rollover_is_told_again_what_it_had_been_told_of_its_engine(
 
 
 def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:
-    setup = small()
-    setup = replace(setup, rollout=setting("sync", setup, None))
+    setup = using()
     trace = read_recorded(recorded_run(tmp_path / "run", setup, 6)).trace
     workload = setup.lengths.workload(0)
     assert [p.lengths for p in trace.prompts] == [workload.group_lengths(i, 4) for i in range(len(trace.prompts))]
@@ -240,8 +233,7 @@ def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:
 
 
 def test_runs_too_short_to_learn_from_are_refused(tmp_path: Path) -> None:
-    setup = small()
-    setup = replace(setup, rollout=setting("sync", setup, None))
+    setup = using()
     run = recorded_run(tmp_path / "run", setup, 6)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]))

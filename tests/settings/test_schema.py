@@ -130,11 +130,11 @@ def test_a_mistake_of_an_override_is_placed_on_the_command_line(override: list[s
     assert complaints("[rollout]\ngroup_size = 2", *override) == [message]
 
 
-def test_overrides_lie_over_the_document() -> None:
+def test_overrides_lie_over_the_document_and_over_earlier_ones() -> None:
     text = "steps = 4\n[[sources]]\nname = 'a'\n[[sources]]\nname = 'b'"
     config = made(
         text,
-        *("--steps", "12", "--rollout.group-size=3", "--fast", "true", "--rollout.stops", '["x"]'),
+        *("--steps", "9", "--steps", "12", "--rollout.group-size=3", "--fast", "true", "--rollout.stops", '["x"]'),
         *("--sources.1.weight", "2", "--sources.2.name", "c", "--sources.0.config.my-depth", "5"),
     )
     assert config == Run(
@@ -153,17 +153,10 @@ def test_an_override_of_a_string_is_taken_as_it_stands(text: str, value: str | N
     assert made("", "--rollout.name", text).rollout.name == value
 
 
-def test_none_unsets_a_table() -> None:
+def test_none_unsets_what_can_be_unset() -> None:
     assert made("[warmup]\ngroup_size = 2", "--warmup", "none").warmup is None
-
-
-def test_none_in_a_file_unsets_what_can_be_unset() -> None:
     run = made('warmup = "none"\n[rollout]\nname = "none"')
     assert run.warmup is None and run.rollout.name is None
-
-
-def test_the_last_of_two_overrides_holds() -> None:
-    assert made("", "--steps", "4", "--steps", "12").steps == 12
 
 
 def test_keys_lists_every_key_outside_lists() -> None:

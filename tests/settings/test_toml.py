@@ -90,14 +90,10 @@ _values = st.recursive(
 
 
 @given(st.dictionaries(_strings, _values, max_size=5))
-def test_what_is_written_is_what_was_meant(data: dict[str, object]) -> None:
-    assert parse(dumps(data), "written").data == data
-
-
-@given(st.dictionaries(_strings, _values, max_size=5))
-def test_every_key_of_a_written_document_has_a_line(data: dict[str, object]) -> None:
+def test_what_is_written_is_what_was_meant_and_each_key_has_a_line(data: dict[str, object]) -> None:
     text = dumps(data)
     document = parse(text, "written")
+    assert document.data == data
     assert {path[0] for path in document.lines} == data.keys()
     assert all(1 <= line <= text.count("\n") for line in document.lines.values())
 

@@ -102,6 +102,24 @@ def test_siblings_that_had_finished_before_a_sample_opened_do_not_bias(size: int
     assert len(known) > 1 or size == 2
 
 
+@pytest.mark.parametrize(("p", "expected"), [(0.05, 0.28), (0.3, 0.28), (0.7, 0.22), (0.95, 0.15)])
+def test_siblings_that_have_finished_by_now_bias_the_gradient(p: float, expected: float) -> None:
+    """Four outcomes: right with probability p or wrong, and long with a probability of 0.2 if right and 0.8 if wrong.
+    The mean of those of three siblings that end no later, or p if none does, depends on a sample's own length. Bias
+    over gradient, both with respect to the four logits."""
+    outcomes = list(itertools.product((0, 1), (False, True)))
+    chances = [(p if right else 1 - p) * (0.8 if right != long else 0.2) for right, long in outcomes]
+    bias = [0.0] * 4
+    for own, *siblings in itertools.product(range(4), repeat=4):
+        by_now = [outcomes[i][0] for i in siblings if outcomes[i][1] <= outcomes[own][1]]
+        baseline = sum(by_now) / len(by_now) if by_now else p
+        probability = math.prod(chances[i] for i in (own, *siblings))
+        for i in range(4):
+            bias[i] -= probability * baseline * ((i == own) - chances[i])
+    gradient = [chances[i] * (outcomes[i][0] - p) for i in range(4)]
+    assert math.hypot(*bias) / math.hypot(*gradient) == pytest.approx(expected, abs=0.005)
+
+
 def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:
     rig, batches = play(6, "april", unit="sample", group_size=4, rollout_batch_size=2, shaping=lambda n: -0.01 * n)
     groups = [g for b in batches.values() for g in b.groups]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rollover import cli
 from rollover.engine import sampling_check
 from tests import runs, tiers, virtual_time
 
@@ -78,6 +79,33 @@ def experiment(tiny_model: Path, tmp_path: Path, few_draws: None) -> Iterator[Pa
     """The working directory, with ``run.toml`` and all it names in it."""
     with runs.working_in(tmp_path, tiny_model):
         yield tmp_path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> runs.Say:
+    """What ``rollover`` says when it refuses what it is given."""
+
+    def say(*argv: str) -> str:
+        capsys.readouterr()
+        assert cli.main(argv) == 2, capsys.readouterr().out[-500:]
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert err.startswith("error: ")
+        return err.removeprefix("error: ").strip()
+
+    return say
+
+
+@pytest.fixture
+def done(capsys: pytest.CaptureFixture[str]) -> runs.Say:
+    """What ``rollover`` prints when it does what it is told."""
+
+    def say(*argv: str) -> str:
+        capsys.readouterr()
+        assert cli.main(argv) == 0, capsys.readouterr().err[-2000:]
+        return capsys.readouterr().out
+
+    return say
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -37,6 +37,9 @@ from tests.speed import within
 LETTERS = "abcdefgh"
 CHARACTERS = [*"0123456789", *LETTERS, "=", "\n", "#", " "]
 END = "<end>"
+
+Say = Callable[..., str]
+"""Gives a command line to ``rollover`` and returns what it says."""
 
 _DEADLINE_S = within(120)
 _ROOT = Path(__file__).parent.parent

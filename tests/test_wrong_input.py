@@ -10,7 +10,7 @@ import json
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,23 +20,9 @@ from rollover.batch import WasteCause
 from rollover.rollout.journal import Journal
 from rollover.trainer.local import LocalTrainer
 from tests import runs
+from tests.runs import Say
 
-Say = Callable[..., str]
-
-
-@pytest.fixture
-def refused(experiment: Path, capsys: pytest.CaptureFixture[str]) -> Say:
-    """What ``rollover`` says when it refuses ``argv``."""
-
-    def say(*argv: str) -> str:
-        capsys.readouterr()
-        assert cli.main(argv) == 2, capsys.readouterr().out[-500:]
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        assert err.startswith("error: ")
-        return err.removeprefix("error: ").strip()
-
-    return say
+pytestmark = pytest.mark.usefixtures("experiment")
 
 
 def refused_start(refused: Say, *argv: str) -> str:
@@ -61,50 +47,7 @@ def test_a_function_that_cannot_be_used_is_refused_at_the_start(refused: Say, ar
     assert message in refused_start(refused, *argv)
 
 
-def damaged(model: Path, change: Callable[[Path], object]) -> None:
-    shutil.copytree(model, "wrong")
-    change(Path("wrong"))
-
-
-def edited(file: str, old: str, new: str) -> Callable[[Path], object]:
-    def edit(folder: Path) -> None:
-        text = (folder / file).read_text()
-        assert old in text
-        (folder / file).write_text(text.replace(old, new))
-
-    return edit
-
-
-MODELS: list[tuple[Callable[[Path], object], str]] = [
-    (shutil.rmtree, "model 'wrong' is not a folder here and could not be fetched from the hub"),
-    (lambda folder: (folder / "config.json").unlink(), "model folder 'wrong' has no config.json"),
-    (edited("config.json", '"qwen3"', '"bert"'), "model_type 'bert' cannot be trained"),
-    (edited("config.json", "{", "("), "wrong/config.json is not a model config"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "wrong: no tokenizer (tokenizer.json, "),
-    (lambda folder: (folder / "tokenizer.json").write_text("{"), "wrong: the tokenizer cannot be loaded ("),
-    (edited("tokenizer_config.json", '"eos_token"', '"eos"'), "names no end token (eos_token in tokenizer_config.json)"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "model folder 'wrong' has no *.safetensors weights"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "model folder 'wrong' cannot be loaded: "),
-    (edited("config.json", '"intermediate_size": 48', '"intermediate_size": 64'), "weights do not fit config.json"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), MODELS)
-def test_a_model_that_cannot_be_used_says_what_is_wrong_with_it(
-    refused: Say, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str
-) -> None:
-    import huggingface_hub
-
-    def offline(*args: object, **options: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    damaged(tiny_model, change)
-    assert message in refused_start(refused, "--model.path", "wrong")
-    assert "\n" not in refused_start(refused, "--model.path", "wrong")
-
-
-def test_a_dry_run_finds_what_a_run_would_and_makes_nothing(refused: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_finds_what_a_run_would_and_makes_nothing(refused: Say, done: Say) -> None:
     before = sorted(Path().iterdir())
     for argv, message in (
         (["--tasks.train.0.path", "gone.jsonl"], "no file gone.jsonl"),
@@ -114,8 +57,7 @@ def test_a_dry_run_finds_what_a_run_would_and_makes_nothing(refused: Say, capsys
         (["--rollout.max_new_tokens", "100"], "the model's context holds 80"),
     ):
         assert message in refused("train", "run.toml", "--dry-run", *argv)
-    assert cli.main(["train", "run.toml", "--dry-run"]) == 0
-    assert "# train source letters: jsonl, 16 rows, scored by function" in capsys.readouterr().out
+    assert "# train source letters: jsonl, 16 rows, scored by function" in done("train", "run.toml", "--dry-run")
     assert [p for p in sorted(Path().iterdir()) if p.name != "__pycache__"] == before
 
 

@@ -23,9 +23,9 @@ from rollover.swarm.coordinator.trust import Credentials
 from rollover.trainer.checkpoint import read_manifest
 from rollover.weights.adapters import AdapterSource
 from tests import runs
-from tests.test_wrong_input import Say, refused
+from tests.runs import Say
 
-__all__ = ["refused"]
+pytestmark = pytest.mark.usefixtures("experiment")
 
 BIG = str(10**30)
 LONG = "x" * 300
@@ -177,11 +177,28 @@ def written(file: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / file).write_text(content)
 
 
+def edited(file: str, old: str, new: str) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+
+    return edit
+
+
 MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, "model 'wrong' is not a folder here and could not be fetched from the hub"),
+    (lambda folder: (folder / "config.json").unlink(), "model folder 'wrong' has no config.json"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "wrong: no tokenizer (tokenizer.json, "),
+    (written("tokenizer.json", "{"), "wrong: the tokenizer cannot be loaded ("),
+    (edited("tokenizer_config.json", '"eos_token"', '"eos"'), "names no end token (eos_token in tokenizer_config.json)"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "model folder 'wrong' has no *.safetensors weights"),
+    (changed(model_type="bert"), "model_type 'bert' cannot be trained"),
     (written("generation_config.json", "{"), "wrong/generation_config.json cannot be read: "),
     (written("generation_config.json", "[]"), "wrong/generation_config.json does not hold a table of keys; fix or delete it"),
     (written("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id must be a token id or a list of them, got 'x'"),
     (written("tokenizer_config.json", "{"), "wrong: the tokenizer cannot be loaded ("),
+    (written("config.json", "("), "wrong/config.json is not a model config"),
     (written("config.json", "[" * 20000), "wrong/config.json is not a model config: it cannot be read"),
     (written("config.json", "[]"), "wrong/config.json is not a model config: expected a table of keys, got list"),
     (changed(eos_token_id=[0, "x"]), "eos_token_id must be a token id or a list of them, got [0, 'x']"),
@@ -200,11 +217,22 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), MODELS)
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
-def test_a_model_the_engine_would_refuse_is_refused_before_the_warm_up(
-    refused: Say, change: Callable[[Path], object], message: str, dry: list[str]
+@pytest.mark.parametrize(
+    ("change", "message", "dry"),
+    [
+        *((*row, dry) for row in MODELS for dry in ([], ["--dry-run"])),
+        # A dry run does not look at weights.
+        pytest.param(written("model.safetensors", "x"), "model folder 'wrong' cannot be loaded: ", [], id="no weights"),
+        pytest.param(changed(intermediate_size=64), "weights do not fit config.json", [], id="other weights"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_before_the_warm_up(
+    refused: Say, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str, dry: list[str]
 ) -> None:
+    def offline(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     shutil.copytree("model", "wrong")
     change(Path("wrong"))
     said = refused(*TRAIN, "--model.path", "wrong", "--sft.num_steps", "1", *dry)

@@ -17,6 +17,9 @@ from rollover.rollout.events import BatchTrained, SampleFailed
 from rollover.trainer.local import LocalTrainer
 from rollover.types import FinishReason
 from tests import runs
+from tests.runs import Say
+
+pytestmark = pytest.mark.usefixtures("experiment")
 
 DETERMINISTIC = ("--deterministic", "true")
 
@@ -40,7 +43,7 @@ def masked_and_stale(batch: Batch) -> Counter[WasteCause]:
     return counts
 
 
-def test_ledger_metrics_and_report_count_as_trained_what_had_a_gradient(experiment: Path) -> None:
+def test_ledger_metrics_and_report_count_as_trained_what_had_a_gradient() -> None:
     from rollover.report.record import read_run
     from rollover.report.summary import summarize
 
@@ -66,7 +69,7 @@ def test_ledger_metrics_and_report_count_as_trained_what_had_a_gradient(experime
     assert "without a gradient: masked stale" in (run / "report.html").read_text()
 
 
-def test_batches_that_are_masked_entirely_are_steps_like_others(experiment: Path) -> None:
+def test_batches_that_are_masked_entirely_are_steps_like_others() -> None:
     changes = ("--algorithm.mask_truncated", "true", "--rollout.max_new_tokens", "1")
     assert train("run.toml", "--run-dir", "out", "--steps", "6", *DETERMINISTIC, *changes) == 0
     assert runs.ledger(Path("out")).tokens.wasted[WasteCause.MASKED_TRUNCATED] > 0
@@ -85,7 +88,7 @@ async def share_now(prompts, completions, answer, **columns):
 """
 
 
-def test_a_reward_beyond_float32_fails_its_sample_and_not_the_run(experiment: Path) -> None:
+def test_a_reward_beyond_float32_fails_its_sample_and_not_the_run() -> None:
     Path("letter_reward.py").write_text(HUGE)
     assert train("run.toml", "--run-dir", "out") == 0
     failures = [e for e in runs.events(Path("out")) if isinstance(e, SampleFailed)]
@@ -94,14 +97,14 @@ def test_a_reward_beyond_float32_fails_its_sample_and_not_the_run(experiment: Pa
 
 
 def test_a_journal_with_such_a_reward_can_go_on_without_its_batch(
-    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refused: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("letter_reward.py").write_text(HUGE)
     with monkeypatch.context() as patch:
         patch.setattr("rollover.rollout.scheduler.MAX_REWARD", float("inf"))
         patch.setattr("rollover.environments.reward_value.MAX_REWARD", float("inf"))
-        assert train("run.toml", "--run-dir", "out") == 2
-    assert "has reward 1e+308: not a finite number within 1e+15" in (message := capsys.readouterr().err)
+        message = refused("train", "run.toml", "--run-dir", "out")
+    assert "has reward 1e+308: not a finite number within 1e+15" in message
     step = runs.ledger(Path("out")).next_step - 1
     assert f"--resume out --skip-batch {step}" in message
     Path("letter_reward.py").write_text(runs.REWARD)
@@ -133,19 +136,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_a_batch_that_cannot_be_trained_is_stepped_over_when_asked(
-    experiment: Path, poison: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    poison: Callable[..., Any], refused: Say, done: Say
 ) -> None:
     poison(2)
     advice = "the batch of step 2 was not trained; to resume without it: rollover train --resume out --skip-batch 2"
     argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10", "--logging.progress", "plain")
     for attempt in (("run.toml", "--run-dir", "out", *argv), ("--resume", "out")):
-        assert train(*attempt) == 2
-        assert advice in (told := capsys.readouterr().err) and "gradient norm is nan" in told
+        assert advice in (told := refused("train", *attempt)) and "gradient norm is nan" in told
         assert [p.name for p in sorted(Path("out/checkpoints").iterdir())] == ["step_1", "step_2"], "nothing is saved"
-    assert train("--resume", "out", "--skip-batch", "2") == 0
+    shown = done("train", "--resume", "out", "--skip-batch", "2")
     ledger, batches = runs.ledger(Path("out")), runs.batches(Path("out"))
     tokens = batches[2].num_tokens
-    shown = capsys.readouterr().out
     assert f"step 2: its batch of 4 groups was skipped, as asked by --skip-batch; {tokens} tokens are wasted" in shown
     assert ledger.next_step == 4 and ledger.tokens.wasted[WasteCause.SKIPPED] == tokens
     assert runs.weights(Path("out"), 3) == runs.weights(Path("out"), 2) != runs.weights(Path("out"), 4)
@@ -154,9 +155,7 @@ def test_a_batch_that_cannot_be_trained_is_stepped_over_when_asked(
     json.dumps(rows, allow_nan=False)
 
 
-def test_a_skipped_batch_is_skipped_by_every_later_resume_bit_for_bit(
-    experiment: Path, poison: Callable[..., Any]
-) -> None:
+def test_a_skipped_batch_is_skipped_by_every_later_resume_bit_for_bit(poison: Callable[..., Any]) -> None:
     argv = (*DETERMINISTIC, "--steps", "6", "--checkpoint.every_steps", "6")
     for name, later in (("once", ()), ("again", (3,))):
         poison(2)
@@ -173,12 +172,11 @@ def test_a_skipped_batch_is_skipped_by_every_later_resume_bit_for_bit(
     assert one.trained == two.trained
 
 
-def test_the_flag_is_refused_if_there_is_nothing_to_skip(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run.toml", "--skip-batch", "2") == 2
-    assert "--skip-batch applies to a resumed run: give --resume RUN" in capsys.readouterr().err
+def test_the_flag_is_refused_if_there_is_nothing_to_skip(refused: Say) -> None:
+    told = refused("train", "run.toml", "--skip-batch", "2")
+    assert "--skip-batch applies to a resumed run: give --resume RUN" in told
     assert train("run.toml", "--run-dir", "out", "--steps", "2") == 0
     last = runs.events(Path("out"))[-1]
-    assert train("--resume", "out", "--steps", "3", "--skip-batch", "1") == 2
-    told = capsys.readouterr().err
+    told = refused("train", "--resume", "out", "--steps", "3", "--skip-batch", "1")
     assert "there is no batch of step 1 to skip; since the checkpoint at step 2, none was collected" in told
     assert runs.events(Path("out"))[-1] == last, "a refusal leaves no trace"

@@ -24,11 +24,11 @@ from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
 from tests import runs
 from tests.engine.servers.embedded.kit import ENGINE, serving
-from tests.runs import Cue, Processes
+from tests.runs import Cue, Processes, Say
 from tests.trainer import forked_ranks
 
 COLOCATED = ("--engine.colocated", "true")
-OVERLAPPING = {kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full.name == "KEEP"}
+OVERLAPPING = ("bounded_async", "inflight")
 
 
 def train(*argv: str) -> int:
@@ -78,19 +78,19 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize("strategy", ["april", "oversample", "sync", *sorted(OVERLAPPING)])
-def test_a_strategy_takes_turns_with_the_trainer_or_is_refused_at_once(
-    experiment: Path, capsys: pytest.CaptureFixture[str], log: list[str], strategy: str
+@pytest.mark.parametrize("strategy", OVERLAPPING)
+def test_a_strategy_that_overlaps_with_the_trainer_is_refused_at_once(
+    experiment: Path, refused: Say, strategy: str
 ) -> None:
-    code = train("--run-dir", "out", "--rollout.strategy", strategy, *COLOCATED, "--steps", "3")
-    if strategy in OVERLAPPING:
-        assert code == 2
-        err = capsys.readouterr().err
-        assert f"rollout.strategy '{strategy}' generates while the trainer trains" in err
-        assert all((kind in err) == (kind not in OVERLAPPING) for kind in STRATEGIES if kind != strategy)
-        assert not Path("out").exists()
-        return
-    assert code == 0, capsys.readouterr().err
+    told = refused("train", "run.toml", "--run-dir", "out", "--rollout.strategy", strategy, *COLOCATED)
+    assert f"rollout.strategy '{strategy}' generates while the trainer trains" in told
+    assert all((kind in told) == (kind not in OVERLAPPING) for kind in STRATEGIES if kind != strategy)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("strategy", ["april", "oversample", "sync"])
+def test_a_strategy_takes_turns_with_the_trainer(experiment: Path, log: list[str], strategy: str) -> None:
+    assert train("--run-dir", "out", "--rollout.strategy", strategy, *COLOCATED, "--steps", "3") == 0
     assert log[:4] == ["check: awake", "rest", "load 0", "load 0"]
     turns = [[*group] for is_load, group in groupby(log[4:], lambda what: what.startswith("load")) if not is_load]
     steps = [what for turn in turns for what in turn if what != "rest"]
@@ -99,10 +99,6 @@ def test_a_strategy_takes_turns_with_the_trainer_or_is_refused_at_once(
     assert log[-1] == "load 3"
     assert runs.ledger(Path("out")).next_step == 3
     assert all("time/sleep_s" in row for row in runs.rows(Path("out")))
-
-
-def test_some_strategies_can_be_colocated_and_some_cannot() -> None:
-    assert {"bounded_async", "inflight"} == OVERLAPPING
 
 
 def test_a_deterministic_run_learns_the_same_to_the_bit(experiment: Path) -> None:
@@ -141,20 +137,17 @@ def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(processe
     assert runs.weights(Path("killed"), 7) == runs.weights(Path("whole"), 7)
 
 
-def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("--dry-run", *COLOCATED, "--rollout.strategy", "april") == 0
-    out = capsys.readouterr().out
+def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(experiment: Path, done: Say) -> None:
+    plan = ("train", "run.toml", "--dry-run", *COLOCATED, "--rollout.strategy")
+    out = done(*plan, "april")
     assert out.count("take turns") == 1
     assert "rollouts that strategy april leaves unfinished are prefilled again in the next round" in out
-    assert train("--dry-run", *COLOCATED, "--rollout.strategy", "sync") == 0
-    assert "prefilled again" not in capsys.readouterr().out
+    assert "prefilled again" not in done(*plan, "sync")
 
 
-def test_a_cache_that_is_to_be_kept_cannot_be_given_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(*COLOCATED, "--engine.kv_on_update", "keep") == 2
-    assert "kv_on_update = 'keep' does not work with colocated = true" in capsys.readouterr().err
+def test_a_cache_that_is_to_be_kept_cannot_be_given_back(experiment: Path, refused: Say) -> None:
+    told = refused("train", "run.toml", *COLOCATED, "--engine.kv_on_update", "keep")
+    assert "kv_on_update = 'keep' does not work with colocated = true" in told
 
 
 # -- servers, real ones ------------------------------------------------------------------------------------------------
@@ -192,7 +185,7 @@ def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config
 
 
 def test_a_server_killed_asleep_comes_back_with_the_current_weights_and_ends_with_the_run(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[ServerProcess] = []
 
@@ -212,7 +205,7 @@ def test_a_server_killed_asleep_comes_back_with_the_current_weights_and_ends_wit
     monkeypatch.setattr(ServerProcess, "start", start)
     monkeypatch.setattr(LocalTrainer, "step", step)
     launch = ("--engine.launch", "true", "--engine.kv_cache_bytes", str(2**21), "--engine.all_down_timeout_s", "600")
-    assert train("--run-dir", "out", "--steps", "9", *SERVERS, *launch, *COLOCATED) == 130, capsys.readouterr().err
+    assert train("--run-dir", "out", "--steps", "9", *SERVERS, *launch, *COLOCATED) == 130
     assert len(started) == 2 and all(server.exited for server in started), "Ctrl-C ends the server too"
     assert any("is back with weights version" in record.getMessage() for record in caplog.records)
     later = [e for e in runs.events(Path("out")) if isinstance(e, SegmentEnded) and e.segment.policy_version > 1]
@@ -220,9 +213,7 @@ def test_a_server_killed_asleep_comes_back_with_the_current_weights_and_ends_wit
     assert runs.ledger(Path("out")).next_step == 4
 
 
-def test_ranks_take_turns_with_the_engine_and_learn_the_same(
-    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_take_turns_with_the_engine_and_learn_the_same(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rest(self: FleetTrainer) -> None:
         give_back(self)
         rests.append(self.version)
@@ -232,7 +223,7 @@ def test_ranks_take_turns_with_the_engine_and_learn_the_same(
     monkeypatch.setattr(FleetTrainer, "rest", rest)
     argv = ("--deterministic", "true", "--rollout.strategy", "sync", "--trainer.num_devices", "2", "--steps", "3")
     for run, options in (("apart", ()), ("turns", COLOCATED)):
-        assert train("--run-dir", run, *argv, *options) == 0, capsys.readouterr().err
+        assert train("--run-dir", run, *argv, *options) == 0
     assert rests == [0, 1, 2, 3]
     parts = [sorted(Path(run, "checkpoints", "step_3").glob("*.safetensors")) for run in ("apart", "turns")]
     apart, turns = ([(part.name, part.read_bytes()) for part in run] for run in parts)

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from rollover import cli
 from rollover.run.export import export
-from rollover.trainer.checkpoint import list_checkpoints
 from rollover.trainer.models import open_model
 from tests import runs
+from tests.runs import Say
+
+pytestmark = pytest.mark.usefixtures("experiment")
 
 LORA = ("--trainer.lora.rank", "4", "--trainer.learning_rate", "0.01", "--checkpoint.every_steps", "2")
 
@@ -28,7 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(open_model(folder).named_parameters())
 
 
-def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
+def test_engines_sample_from_the_merged_weights() -> None:
     """Recorded log-probs are the merged model's, in the version that each token is labelled with."""
     every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
     assert train("run.toml", "--run-dir", "out", *LORA, *every, "--steps", "4") == 0
@@ -41,9 +43,7 @@ def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
 
 
 @pytest.mark.parametrize("publish", ["merged", "adapter"])
-def test_a_half_precision_model_trains_on_a_cpu_with_default_settings(
-    experiment: Path, publish: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_half_precision_model_trains_on_a_cpu_with_default_settings(publish: str, refused: Say) -> None:
     """The trainer computes beside bfloat16 weights, the engine in float32: the run counts the difference as rounding,
     though ``trainer.dtype`` is float32. A tolerance for float32 alone would stop the run."""
     open_model(Path("model"), dtype=torch.bfloat16).save_pretrained("half")
@@ -51,12 +51,11 @@ def test_a_half_precision_model_trains_on_a_cpu_with_default_settings(
         shutil.copy(Path("model") / file, "half")
     args = ("run.toml", "--model.path", "half", *LORA, "--trainer.lora.publish", publish, "--steps", "2")
     assert train(*args, "--run-dir", "out") == 0
-    assert train(*args, "--run-dir", "strict", "--engine.logprob_tolerance", "0.0001") == 2
-    message = capsys.readouterr().err
+    message = refused("train", *args, "--run-dir", "strict", "--engine.logprob_tolerance", "0.0001")
     assert "use engine.kind 'vllm' or 'sglang'" in message and "engine.dtype" not in message
 
 
-def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experiment: Path) -> None:
+def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them() -> None:
     """Bit for bit, also from where it was stopped, on the way that it was not begun on."""
     exact = (*LORA, "--deterministic", "true", "--rollout.strategy", "sync")
     alone = ("--trainer.lora.publish", "adapter")
@@ -78,9 +77,7 @@ def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experim
     assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
 
 
-def test_a_run_is_exported_and_evaluated(
-    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_exported_and_evaluated(refused: Say, done: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
     steps = []
 
@@ -95,30 +92,25 @@ def test_a_run_is_exported_and_evaluated(
                 os.utime("out/checkpoints/step_2", (time.time() + 60,) * 2)
             assert cli.main(["eval", "out", "--run-dir", run, "--eval.num_prompts", "4"]) == 0
             assert steps == expected, "merged once for each checkpoint; the newest may be another one by now"
-    assert cli.main(["export", "out", "exported"]) == 0
-    assert "step_2" in capsys.readouterr().out
+    assert "step_2" in done("export", "out", "exported")
     initial = weights(Path("model"))
     ours = AutoModelForCausalLM.from_pretrained("exported")
     assert any(not torch.equal(initial[name], p) for name, p in ours.named_parameters())
-    assert cli.main(["export", "out", "exported"]) == 2
-    assert "exported exists" in capsys.readouterr().err
-    assert cli.main(["export", "out", "other", "--step", "7"]) == 2
-    assert "no checkpoint after step 7; it keeps those after: 2" in capsys.readouterr().err
-    checkpoint = list_checkpoints(Path("out/checkpoints"))[-1]
-    assert train("run.toml", "--model.path", str(checkpoint), "--steps", "1") == 2
-    assert "rollover export" in capsys.readouterr().err
+    assert "exported exists" in refused("export", "out", "exported")
+    told = refused("export", "out", "other", "--step", "7")
+    assert "no checkpoint after step 7; it keeps those after: 2" in told
+    assert "rollover export" in refused("train", "run.toml", "--model.path", "out/checkpoints/step_2", "--steps", "1")
 
 
-def test_adapters_are_not_merged_into_another_model(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_not_merged_into_another_model(refused: Say) -> None:
     assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
     Path("model").unlink()
     runs.save_model(Path("model"), seed=8)
-    assert cli.main(["export", "out", "exported"]) == 2
-    assert "is not the model that the run started from" in capsys.readouterr().err
+    assert "is not the model that the run started from" in refused("export", "out", "exported")
     assert not Path("exported").exists()
 
 
-def test_a_full_checkpoint_is_exported_without_what_only_training_needs(experiment: Path) -> None:
+def test_a_full_checkpoint_is_exported_without_what_only_training_needs() -> None:
     assert train("run.toml", "--run-dir", "out", "--steps", "1") == 0
     checkpoint = export(Path("out"), Path("exported"))
     left_out = {path.name for path in checkpoint.iterdir()} - {path.name for path in Path("exported").iterdir()}

@@ -12,13 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollover import cli
 from rollover.batch import Batch
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest
 from rollover.trainer.fleet import FleetTrainer
 from tests import runs
+from tests.runs import Say
 from tests.trainer import forked_ranks
+
+pytestmark = pytest.mark.usefixtures("experiment")
 
 ARGV = ("--deterministic", "true", "--rollout.strategy", "sync")
 TWO = ("--trainer.num_devices", "2")
@@ -33,25 +35,18 @@ def sampled(run: str) -> list[Any]:
     return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
 
 
-def done(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(argv) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
 def test_a_run_on_two_devices_equals_one_device_also_after_a_kill(
-    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refused: Say, done: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = ("--checkpoint.every_steps", "2", "--checkpoint.keep_last", "9")
-    done("train", "run.toml", "--run-dir", "one", *ARGV, *keep, capsys=capsys)
+    done("train", "run.toml", "--run-dir", "one", *ARGV, *keep)
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_start", forked_ranks.start)
         patch.setattr(FleetTrainer, "step", killing_at(3, FleetTrainer.step))
         argv = ("--logging.progress", "plain", *keep, *TWO)
-        said = done("train", "run.toml", "--run-dir", "two", *ARGV, *argv, capsys=capsys)
-    assert (
-        "rank 1 of 2 was killed (SIGKILL, possibly out of memory)" in said
-        and "ranks from step_2, 1 step to repeat" in said
-    )
+        said = done("train", "run.toml", "--run-dir", "two", *ARGV, *argv)
+    assert "rank 1 of 2 was killed (SIGKILL, possibly out of memory)" in said
+    assert "ranks from step_2, 1 step to repeat" in said
     assert sampled("one") == sampled("two")
     for step in (2, 4):
         ours, theirs = weights("two", step), weights("one", step)
@@ -63,10 +58,10 @@ def test_a_run_on_two_devices_equals_one_device_also_after_a_kill(
     assert sorted(path.name for path in Path("two/logs").iterdir()) == ["trainer-rank-0.log", "trainer-rank-1.log"]
 
     # What matters to bits may not change; where bits do not matter it may.
-    assert cli.main(["train", "--resume", "two", "--trainer.num_devices", "1"]) == 2
-    assert "trainer.num_devices cannot change when a run is resumed" in capsys.readouterr().err
+    told = refused("train", "--resume", "two", "--trainer.num_devices", "1")
+    assert "trainer.num_devices cannot change when a run is resumed" in told
     argv = ("--resume", "two", "--trainer.num_devices", "1", "--deterministic", "false", "--steps", "5")
-    done("train", *argv, capsys=capsys)
+    done("train", *argv)
     assert read_manifest(Path("two/checkpoints/step_5")).num_ranks == 1
     runs.ledger(Path("two"))
 
@@ -107,18 +102,18 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_begun(
-    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+    refused: Say, argv: tuple[str, ...], message: str
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here")
     for dry in ((), ("--dry-run",)):
-        assert cli.main(["train", "run.toml", "--run-dir", "out", "--trainer.device", "cpu", *argv, *dry]) == 2
-        assert message in " ".join(capsys.readouterr().err.split())
+        said = refused("train", "run.toml", "--run-dir", "out", "--trainer.device", "cpu", *argv, *dry)
+        assert message in " ".join(said.split())
     assert not Path("out").exists()
 
 
-def test_a_dry_run_says_where_the_trainer_is(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = done("train", "run.toml", "--dry-run", "--trainer.device", "cpu", *TWO, capsys=capsys)
+def test_a_dry_run_says_where_the_trainer_is(done: Say) -> None:
+    said = done("train", "run.toml", "--dry-run", "--trainer.device", "cpu", *TWO)
     assert "trainer: sharded over 2 devices (cpu, cpu), one process each" in " ".join(said.split())
-    said = done("train", "run.toml", "--dry-run", *TWO, "--trainer.context_parallel", "2", capsys=capsys)
+    said = done("train", "run.toml", "--dry-run", *TWO, "--trainer.context_parallel", "2")
     assert "trainer: each pass is shared by 2 devices, along the sequence" in " ".join(said.split())

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollover import cli
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.journal import FORMAT_VERSION, Journal, read_events
 from rollover.types import Trajectory
 from tests import runs
-from tests.runs import Cue, Processes
+from tests.runs import Cue, Processes, Say
 
 CUT = ("--rollout.top_p", "0.9")
 
@@ -74,11 +73,9 @@ def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:
         ((*CUT, "--rollout.accept_truncation_bias", "true"), "importance ratios and gradients are biased"),
     ],
 )
-def test_a_dry_run_states_what_becomes_of_tokens_left_out(
-    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], expected: str
-) -> None:
-    assert cli.main(["train", "run.toml", "--dry-run", *argv]) == 0
-    assert expected in capsys.readouterr().out
+@pytest.mark.usefixtures("experiment")
+def test_a_dry_run_states_what_becomes_of_tokens_left_out(done: Say, argv: tuple[str, ...], expected: str) -> None:
+    assert expected in done("train", "run.toml", "--dry-run", *argv)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +88,6 @@ def test_a_dry_run_states_what_becomes_of_tokens_left_out(
         ((*CUT, "--engine.kind", "vllm", "--engine.launch", "true"), "rollout.accept_truncation_bias = true"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_at_the_start(
-    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], expected: str
-) -> None:
-    assert cli.main(["train", "run.toml", *argv]) == 2
-    assert expected in capsys.readouterr().err
+@pytest.mark.usefixtures("experiment")
+def test_what_cannot_be_replayed_is_refused_at_the_start(refused: Say, argv: tuple[str, ...], expected: str) -> None:
+    assert expected in refused("train", "run.toml", *argv)

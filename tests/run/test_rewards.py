@@ -14,7 +14,7 @@ from rollover.rollout.events import BatchConsumed, CheckpointSaved, SampleScored
 from tests import runs
 from tests.environments.judges import JudgeServer, judge_server
 from tests.run.test_resume import sampled, succeeded
-from tests.runs import Cue, Processes
+from tests.runs import Cue, Processes, Say
 
 SIZES = (
     *("--tasks.max_prompt_tokens", "16", "--rollout.max_new_tokens", "24", "--engine.kv_cache_bytes", "4194304"),
@@ -110,12 +110,9 @@ def test_a_curriculum_is_resumed_bit_for_bit(processes: Processes) -> None:
     assert refused.code == 2 and "tasks.curriculum.revisit cannot change when a run is resumed: det" in refused.err
 
 
-def test_a_run_without_prompts_left_goes_on_if_more_are_revisited(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_prompts_left_goes_on_if_more_are_revisited(experiment: Path, refused: Say) -> None:
     Path("run.toml").write_text(runs.CONFIG + CURRICULUM.replace("0.2", "0.0"))
-    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "9"]) == 2
-    told = capsys.readouterr().err
+    told = refused("train", "run.toml", "--run-dir", "out", "--steps", "9")
     assert "raise tasks.curriculum.revisit (now 0), or leave the run as it is" in told
     assert "once that is fixed, resume with: rollover train --resume out" in told
     assert cli.main(["train", "--resume", "out", "--tasks.curriculum.revisit", "1"]) == 0

@@ -30,9 +30,8 @@ from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
 from rollover.run.building import build_config
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
-from rollover.types import FinishReason
 from tests import runs
-from tests.runs import Cue, Outcome, Processes
+from tests.runs import Cue, Processes, succeeded
 
 STEPS = 8
 CONFIG = """\
@@ -255,7 +254,7 @@ def kill_and_resume(case: Case, model: Path, folder: Path, *, num_kills: int, se
     (folder / "run.toml").write_text(CONFIG)
     write_game(folder)
     whole, began_s = folder / "whole", time.monotonic()
-    _succeeded(processes.run("train", case.experiment, "--run-dir", "whole", *case.argv))
+    succeeded(processes.run("train", case.experiment, "--run-dir", "whole", *case.argv))
     whole_s = time.monotonic() - began_s
     while record.num_kills < num_kills:
         run = folder / f"killed-{record.num_runs}"
@@ -278,12 +277,12 @@ def _one_run(
         begun = (run / "config.json").exists()
         argv = ("--resume", run.name) if begun else (case.experiment, "--run-dir", run.name, *case.argv)
         if record.num_kills >= num_kills:
-            _succeeded(processes.run("train", *argv))
+            succeeded(processes.run("train", *argv))
             return
         way, moment = _drawn(lots, whole_s, case.steps)
         outcome = processes.run("train", *argv, **moment)
         if outcome.code != -9:
-            _succeeded(outcome)  # it came to its end before the moment did
+            succeeded(outcome)  # it came to its end before the moment did
             return
         record.kills[way] += 1
         if (run / "journal.sqlite").exists():
@@ -304,10 +303,6 @@ def _drawn(lots: random.Random, whole_s: float, steps: int) -> tuple[str, dict[s
     return way, {"kill_at": Cue(kind, lots.randint(1, max(1, _EVENTS[kind] * steps // STEPS)), before)}
 
 
-def _succeeded(outcome: Outcome) -> None:
-    assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err or outcome.out}"
-
-
 def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> None:
     """The laws at the end of a run."""
     experiment = case.packaged or str(run.parent / "run.toml")
@@ -324,13 +319,7 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
     if case.packaged and not case.deterministic:  # a deterministic run decodes the open round again, token for token
         again = {cause: num_tokens for cause, num_tokens in tokens.wasted.items() if cause.is_by_rollout and num_tokens}
         assert not again, "a turn was decoded again, or a sample failed"
-    turns = Counter[tuple[object, int]]()
-    ended = Counter[object]()
-    for event in runs.events(run):
-        if isinstance(event, SegmentEnded):
-            ended[event.sample_id] += event.segment.finish_reason is FinishReason.TURN
-        elif isinstance(event, recorded.Observed):
-            turns[event.sample_id, ended[event.sample_id]] += 1
+    turns = runs.answers(run)
     assert not turns or max(turns.values()) == 1, "a turn has two answers"
     assert bool(turns) is bool(case.episodes or case.packaged)
     kept = list_checkpoints(run / "checkpoints")
@@ -343,7 +332,7 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
     record.decoded_tokens += tokens.decoded
     if whole is not None:
         assert runs.weights(run, last) == runs.weights(whole, last), "the weights are not those of the unkilled run"
-        assert list(_sampled(run)) == list(_sampled(whole)), "the batches are not those of the unkilled run"
+        assert runs.sampled(run) == runs.sampled(whole), "the batches are not those of the unkilled run"
         record.lost_tokens += tokens.decoded - runs.ledger(whole).tokens.decoded
 
 
@@ -352,10 +341,3 @@ def _decoded(run: Path) -> Iterator[int]:
     for _, event in read_events(run / "journal.sqlite"):
         if isinstance(event, SegmentEnded):
             yield len(event.segment.token_ids)
-
-
-def _sampled(run: Path) -> Iterator[Any]:
-    """All that was trained, but not when it was decoded."""
-    for batch in runs.batches(run):
-        for t in batch.trajectories:
-            yield t.sample_id, t.response_ids, t.rollout_logprobs, t.policy_versions, t.reward

@@ -25,12 +25,12 @@ import pytest
 from rollover import cli
 from rollover.batch import Batch
 from rollover.report.progress import Progress
-from rollover.rollout.events import CheckpointSaved, Event, Observed
+from rollover.rollout.events import CheckpointSaved, Event, Observed, SegmentEnded
 from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SampleState
 from rollover.rollout.state import RolloutState
-from rollover.types import Trajectory
+from rollover.types import FinishReason, Trajectory
 from tests.segments import batch_of
 from tests.speed import within
 
@@ -190,6 +190,29 @@ def batches(run: Path) -> list[Batch]:
     return [batch_of(folded, step) for step in sorted(folded.ledger.batches)]
 
 
+def trajectories(run: Path) -> list[Trajectory]:
+    return [t for batch in batches(run) for t in batch.trajectories]
+
+
+def sampled(run: Path) -> list[Any]:
+    """All that was trained, but not when it was decoded."""
+    return [
+        (t.sample_id, t.response_ids, t.rollout_logprobs, t.policy_versions, [o.text for o in t.observations], t.reward)
+        for t in trajectories(run)
+    ]
+
+
+def answers(run: Path) -> Counter[tuple[object, int]]:
+    """The number of answers to each turn of each sample."""
+    found, ended = Counter[tuple[object, int]](), Counter[object]()
+    for event in events(run):
+        if isinstance(event, SegmentEnded):
+            ended[event.sample_id] += event.segment.finish_reason is FinishReason.TURN
+        elif isinstance(event, Observed):
+            found[event.sample_id, ended[event.sample_id]] += 1
+    return found
+
+
 def decode(token_ids: Sequence[int]) -> str:
     """As the reward function gets it: without special tokens."""
     return "".join(CHARACTERS[i - 2] for i in token_ids if i >= 2)
@@ -271,6 +294,11 @@ class Outcome:
     err: str
 
 
+def succeeded(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err or outcome.out}"
+    return outcome
+
+
 class Processes:
     """Runs ``rollover`` in processes of their own, one at a time, in the folder ``cwd``."""
 
@@ -328,39 +356,28 @@ def signal_at(cue: Cue, signals: Sequence[int]) -> None:
         for number in signals:
             os.kill(os.getpid(), number)
 
-    patch = pytest.MonkeyPatch()  # for good: the process ends with the run
+    def watch(owner: Any, name: str, is_due: Callable[..., bool]) -> None:
+        as_ever = getattr(owner, name)
+
+        def watched(*args: Any) -> None:
+            due = is_due(*args)
+            if due and cue.before:
+                send()
+            as_ever(*args)
+            if due and not cue.before:
+                send()
+
+        pytest.MonkeyPatch().setattr(owner, name, watched)  # for good: the process ends with the run
+
+    def is_appended(journal: Journal, events: Sequence[Event]) -> bool:
+        before = len(seen)
+        seen.extend(event for event in events if type(event) is cue.kind)
+        return before < cue.nth <= len(seen)
+
+    seen, calls = list[Event](), itertools.count(1)
     if cue.kind is None:
-        warmup, steps = Progress.warmup, itertools.count(1)
-
-        def shown(progress: Progress, *args: Any) -> None:
-            warmup(progress, *args)
-            if next(steps) == cue.nth:
-                send()
-
-        patch.setattr(Progress, "warmup", shown)
-        return
-    if cue.kind == "flush":
-        fsync, flushes = os.fsync, itertools.count(1)
-
-        def flushed(descriptor: int) -> None:
-            if (due := next(flushes) == cue.nth) and cue.before:
-                send()
-            fsync(descriptor)
-            if due:
-                send()
-
-        patch.setattr(os, "fsync", flushed)
-        return
-    append, seen, kind = Journal.append, Counter[type](), cue.kind
-
-    def watched(journal: Journal, events: Sequence[Event]) -> None:
-        before = seen[kind]
-        seen.update(type(event) for event in events)
-        due = before < cue.nth <= seen[kind]
-        if due and cue.before:
-            send()
-        append(journal, events)
-        if due and not cue.before:
-            send()
-
-    patch.setattr(Journal, "append", watched)
+        watch(Progress, "warmup", lambda *_: next(calls) == cue.nth)
+    elif cue.kind == "flush":
+        watch(os, "fsync", lambda *_: next(calls) == cue.nth)
+    else:
+        watch(Journal, "append", is_appended)

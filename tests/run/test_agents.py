@@ -110,7 +110,7 @@ def assert_as_asked(trajectory: Trajectory) -> None:
 def test_what_a_program_asks_is_trained_token_for_token(agent: Path) -> None:
     many = ("--steps", "3", "--rollout.strategy.over_sampling_batch_size", "8", "--deterministic", "true")
     assert cli.main(["train", "run.toml", "--run-dir", "out", *many]) == 0
-    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    trained = runs.trajectories(Path("out"))
     for trajectory in trained:
         assert_as_asked(trajectory)
     assert {t.finish_reason for t in trained} == {FinishReason.STOP, FinishReason.LENGTH}
@@ -133,7 +133,7 @@ def test_a_killed_run_answers_programs_from_the_record(agent: Path, processes: P
             if (known := before.get(sample.sample_id)) is not None:
                 assert sample.trajectory.response_ids[: len(known.response_ids)] == known.response_ids
                 assert sample.trajectory.observations[: len(known.observations)] == known.observations
-    for trajectory in (t for batch in runs.batches(Path("out")) for t in batch.trajectories):
+    for trajectory in runs.trajectories(Path("out")):
         assert_as_asked(trajectory)
 
 
@@ -165,11 +165,9 @@ def test_the_program_of_the_documentation_is_trained_on_the_packaged_task(
     assert command in config
     sizes = "[sft]\nnum_steps = 150\n[rollout]\nrollout_batch_size = 2\ngroup_size = 2\n[eval]\nnum_prompts = 1\n"
     Path("run.toml").write_text(f'extends = "agent"\nsteps = 1\n{sizes}[[tasks.train]]{config}')
-    assert (
-        cli.main(["train", "run.toml", "--run-dir", "out", "--logging.progress", "off", "--rollout.strategy", "sync"])
-        == 0
-    )
-    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    argv = ["train", "run.toml", "--run-dir", "out", "--logging.progress", "off", "--rollout.strategy", "sync"]
+    assert cli.main(argv) == 0
+    trained = runs.trajectories(Path("out"))
     assert len(trained) == 4 and runs.ledger(Path("out")).num_failed == 0
     assert max(t.num_turns for t in trained) > 2, "the calculator is used"
 
@@ -182,7 +180,7 @@ def test_branches_are_trained_once_each_and_survive_a_kill(agent: Path, processe
     assert processes.run("train", "run.toml", "--run-dir", "out", kill_at=Cue(Observed, 24)).code == -9
     assert processes.run("train", "--resume", "out").code == 0
     assert runs.ledger(Path("out")).num_failed == 0
-    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    trained = runs.trajectories(Path("out"))
     whole = [t for t in trained if t.finish_reason is FinishReason.STOP]
     assert whole and {t.paths for t in whole} <= {((0, 1), (0, 2, 3), (0, 4)), ((0, 2), (0, 1, 3), (0, 4))}
     drifts = [row["drift"] for row in runs.rows(Path("out")) if "drift" in row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -41,40 +42,29 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
     engines: list[EmbeddedEngine] = []
 
-    def opened(self: EmbeddedEngine, core: Any, *args: Any, **settings: Any) -> None:
-        engines.append(self)
-        init(self, core, *args, **settings)
+    def watch(kind: type, name: str, note: Callable[..., None]) -> None:
+        as_ever = getattr(kind, name)
 
-    def step(self: LocalTrainer, batch: Batch) -> Any:
-        log.append("asleep" if engines[-1]._core._awake is None else "awake")
-        log.append(f"step {batch.step}")
-        return as_ever(self, batch)
+        def watched(self: Any, *args: Any, **settings: Any) -> Any:
+            note(self, *args)
+            return as_ever(self, *args, **settings)
 
-    def logits(self: LocalTrainer, prompts: Any) -> Any:
-        log.append("check: asleep" if engines[-1]._core._awake is None else "check: awake")
-        return compute(self, prompts)
+        monkeypatch.setattr(kind, name, watched)
 
     def rest(self: LocalTrainer) -> None:
         give_back(self)
         assert all(p.grad is None for p in self._model.parameters())
         log.append("rest")
 
-    async def load(self: EmbeddedEngine, version: int, source: Any) -> None:
-        log.append(f"load {version}")
-        await take(self, version, source)
+    def engine() -> str:
+        return "asleep" if engines[-1]._core._awake is None else "awake"
 
-    init, as_ever, compute, give_back, take = (
-        EmbeddedEngine.__init__,
-        LocalTrainer.step,
-        LocalTrainer.next_logits,
-        LocalTrainer.rest,
-        EmbeddedEngine.load,
-    )
-    monkeypatch.setattr(EmbeddedEngine, "__init__", opened)
-    monkeypatch.setattr(LocalTrainer, "step", step)
-    monkeypatch.setattr(LocalTrainer, "next_logits", logits)
+    give_back = LocalTrainer.rest
     monkeypatch.setattr(LocalTrainer, "rest", rest)
-    monkeypatch.setattr(EmbeddedEngine, "load", load)
+    watch(EmbeddedEngine, "__init__", lambda self, *args: engines.append(self))
+    watch(LocalTrainer, "step", lambda self, batch: log.extend([engine(), f"step {batch.step}"]))
+    watch(LocalTrainer, "next_logits", lambda self, prompts: log.append(f"check: {engine()}"))
+    watch(EmbeddedEngine, "load", lambda self, version, source: log.append(f"load {version}"))
     return log
 
 
@@ -101,27 +91,13 @@ def test_a_strategy_takes_turns_with_the_trainer(experiment: Path, log: list[str
     assert all("time/sleep_s" in row for row in runs.rows(Path("out")))
 
 
-def test_a_deterministic_run_learns_the_same_to_the_bit(experiment: Path) -> None:
-    argv = ("--deterministic", "true", "--rollout.strategy", "april")
-    assert train("--run-dir", "apart", *argv) == 0
-    assert train("--run-dir", "turns", *argv, *COLOCATED) == 0
-    assert runs.weights(Path("apart"), 4) == runs.weights(Path("turns"), 4)
-    apart, turns = (
-        [
-            [(t.sample_id, t.token_ids, t.rollout_logprobs) for t in batch.trajectories]
-            for batch in runs.batches(Path(r))
-        ]
-        for r in ("apart", "turns")
-    )
-    assert apart == turns
-
-
 def test_the_engine_sleeps_through_all_batches_of_one_collection(experiment: Path, log: list[str]) -> None:
     argv = ("--deterministic", "true", "--rollout.strategy", '{kind = "rollover", lag_target = 2.0}', "--steps", "10")
     assert train("--run-dir", "apart", *argv) == 0
     assert train("--run-dir", "turns", *argv, *COLOCATED) == 0
     assert 10 > sum(what.startswith("load") for what in log[log.index("load 10") + 1 :]) - 2 > 2
     assert runs.weights(Path("apart"), 10) == runs.weights(Path("turns"), 10)
+    assert runs.sampled(Path("apart")) == runs.sampled(Path("turns"))
 
 
 def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(processes: Processes) -> None:

@@ -13,12 +13,11 @@ import pytest
 from rollover import cli
 from rollover.environments.episodes.actor import environment_seed
 from rollover.rollout.events import CheckpointSaved, Observed, SegmentEnded
-from rollover.types import FinishReason, Prompt
+from rollover.types import Prompt
 from tests import runs
 from tests.report.test_run_report import figures_of
-from tests.run.test_resume import succeeded
 from tests.run.test_train import EVERY_VERSION, LOGPROB_TOLERANCE
-from tests.runs import Cue, Processes
+from tests.runs import Cue, Processes, Say, succeeded
 
 GAME = """\
 import random, time
@@ -124,14 +123,6 @@ def processes(experiment: Path) -> Processes:
     return Processes(experiment)
 
 
-def trained(run: Path) -> list[object]:
-    found = [t for batch in runs.batches(run) for t in batch.trajectories]
-    return [
-        (t.sample_id, t.response_ids, t.rollout_logprobs, t.policy_versions, [o.text for o in t.observations], t.reward)
-        for t in found
-    ]
-
-
 def test_a_killed_deterministic_run_of_episodes_ends_the_same(processes: Processes) -> None:
     argv = ["train", "run.toml", "--deterministic", "true", *SIZES]
     succeeded(processes.run(*argv, "--run-dir", "whole"))
@@ -140,20 +131,14 @@ def test_a_killed_deterministic_run_of_episodes_ends_the_same(processes: Process
         resumed = ["train", "--resume", "killed"] if number else [*argv, "--run-dir", "killed"]
         assert processes.run(*resumed, kill_at=cue).code == -9
     succeeded(processes.run("train", "--resume", "killed"))
-    assert trained(Path("killed")) == trained(Path("whole"))
+    assert runs.sampled(Path("killed")) == runs.sampled(Path("whole"))
     assert runs.weights(Path("killed"), 6) == runs.weights(Path("whole"), 6)
-    turns = [t.num_turns for batch in runs.batches(Path("whole")) for t in batch.trajectories]
-    assert max(turns) == 3 and any(
-        t.policy_versions[0] != t.policy_versions[-1]
-        for b in runs.batches(Path("whole"))
-        for t in b.trajectories
-        if t.num_turns > 1
-    )
+    found = runs.trajectories(Path("whole"))
+    assert max(t.num_turns for t in found) == 3
+    assert any(t.policy_versions[0] != t.policy_versions[-1] for t in found if t.num_turns > 1)
 
 
-def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
-    processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(processes: Processes, done: Say) -> None:
     argv = ["train", "run.toml", "--tasks.train.0.environment.params.slow_s", "0.02", *OPENS, *SIZES]
     for number, cue in enumerate([Cue(Observed, 15), Cue(SegmentEnded, 12), Cue(Observed, 9, before=True)]):
         resumed = ["train", "--resume", "out"] if number else [*argv, "--run-dir", "out"]
@@ -161,26 +146,17 @@ def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
     succeeded(processes.run("train", "--resume", "out"))
     ledger = runs.ledger(Path("out"))
     assert ledger.tokens.observed_in_batches > 0
-    answered = Counter[tuple[object, int]]()
-    ended = Counter[object]()
-    for event in runs.events(Path("out")):
-        if isinstance(event, SegmentEnded) and event.segment.finish_reason is FinishReason.TURN:
-            ended[event.sample_id] += 1
-        elif isinstance(event, Observed):
-            answered[event.sample_id, ended[event.sample_id]] += 1
-    assert max(answered.values()) == 1, "a turn has two answers"
+    assert max(runs.answers(Path("out")).values()) == 1, "a turn has two answers"
     seen = Counter(Path("log.txt").read_text().split("\n"))
     assert seen, "the environment has acted"
-    for trajectory in (t for batch in runs.batches(Path("out")) for t in batch.trajectories):
+    for trajectory in runs.trajectories(Path("out")):
         row, opening = trajectory.prompt.columns, trajectory.observations[0]
         assert trajectory.prompt.token_ids == trajectory.turns[0] == () and opening.text[0] == row["answer"]
         assert opening.token_ids == tuple(runs.CHARACTERS.index(c) + 2 for c in f"{row['prompt']}{opening.text}")
     assert cli.main(["samples", "out", "--show", "2"]) == 0
     assert cli.main(["eval", "out", "--logging.progress", "off"]) == 0
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
-    capsys.readouterr()
-    assert cli.main(["train", "run.toml", "--dry-run", *OPENS, *SIZES]) == 0
-    assert "first prompt, 6 tokens" in capsys.readouterr().out
+    assert "first prompt, 6 tokens" in done("train", "run.toml", "--dry-run", *OPENS, *SIZES)
 
 
 def test_episodes_go_on_after_a_kill_as_their_recovery_says(processes: Processes) -> None:
@@ -198,7 +174,7 @@ def test_episodes_go_on_after_a_kill_as_their_recovery_says(processes: Processes
     argv = ["train", "run.toml", "--steps", "3", *SIZES, "--engine.max_running", "30"]
     # An episode in the middle may end by its length, and need its environment no more.
     assert any(_killed_and_resumed(processes, kinds, argv, nth) for nth in range(24, 28)), "no episode was taken up"
-    turns = {t.num_turns for batch in runs.batches(Path("out")) for t in batch.trajectories}
+    turns = {t.num_turns for t in runs.trajectories(Path("out"))}
     assert 3 in turns and runs.ledger(Path("out")).num_failed == 0
 
 
@@ -224,7 +200,7 @@ def _killed_and_resumed(processes: Processes, kinds: Sequence[str], argv: list[s
     return gone_on
 
 
-def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_train_evaluate_and_are_shown(processes: Processes, done: Say) -> None:
     tools = 'environment = { kind = "tools", functions = ["game:lookup"], parser = "game:calls", workers = 1 }'
     config = re.sub(r"environment = .*", tools, TOML).replace(
         '{ kind = "environment" }', '{ kind = "function", function = "game:score" }'
@@ -240,14 +216,12 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
     argv = ["train", "run.toml", "--run-dir", "out", "--steps", "2", *SIZES[:-2], *EVERY_VERSION]
     assert cli.main(argv) == 0
     assert cli.main(["eval", "out", "--logging.progress", "off"]) == 0
-    found = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    found = runs.trajectories(Path("out"))
     with_turns = [b.step for b in runs.batches(Path("out")) if any(t.num_turns > 1 for t in b.trajectories)]
     assert with_turns and all(t.reward for t in found)
     assert runs.largest_logprob_error(Path("out"), Path("model"), found) < LOGPROB_TOLERANCE
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
-    capsys.readouterr()
-    assert cli.main(["samples", "out", "--step", str(with_turns[0]), "--show", "12"]) == 0
-    assert "⟦environment:" in capsys.readouterr().out
+    assert "⟦environment:" in done("samples", "out", "--step", str(with_turns[0]), "--show", "12")
     assert "the environment answered with" in str(figures_of(Path("out/report.html").read_text()))
 
 
@@ -282,19 +256,20 @@ def test_evaluations_meet_the_same_episodes_whatever_the_seed_of_the_run(process
     assert set() < seeds("train", "--resume", "run", "--steps", "2") <= made_of(1)
 
 
-def test_a_broken_environment_is_named_before_anything_runs(
-    processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key, value, told in [
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
         ("factory", "game:Digit", "no function 'Digit' in game"),
         ("factory", "nowhere:Digits", "cannot import 'nowhere'"),
         ("params.sides", "6", "environment.params do not fit game:Digits"),
-    ]:
-        assert cli.main(["train", "run.toml", "--dry-run", f"--tasks.train.0.environment.{key}", value, *SIZES]) == 2
-        assert told in capsys.readouterr().err
+    ],
+)
+@pytest.mark.usefixtures("processes")
+def test_a_broken_environment_is_named_before_anything_runs(refused: Say, key: str, value: str, told: str) -> None:
+    assert told in refused("train", "run.toml", "--dry-run", f"--tasks.train.0.environment.{key}", value, *SIZES)
 
 
-def test_a_warm_up_awaits_what_an_environment_does(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_up_awaits_what_an_environment_does(processes: Processes, refused: Say) -> None:
     with Path("game.py").open("a") as file:
         file.write(
             "class Late(Digits):\n"
@@ -304,5 +279,5 @@ def test_a_warm_up_awaits_what_an_environment_does(processes: Processes, capsys:
         )
     late = ("--tasks.train.0.environment.factory", "game:Late", "--sft.num_steps", "1", "--sft.batch_size", "2")
     for job in ("train", "eval", "sft"):
-        assert cli.main([job, "run.toml", "--run-dir", job, *late, *SIZES]) == 2
-        assert "environment of prompt letters/7@0, step: ZeroDivisionError: division" in capsys.readouterr().err
+        told = refused(job, "run.toml", "--run-dir", job, *late, *SIZES)
+        assert "environment of prompt letters/7@0, step: ZeroDivisionError: division" in told

@@ -27,7 +27,7 @@ from rollover.rollout.environment import Environment, NoEnvironment
 from rollover.rollout.ledger import Ledger
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
-from rollover.run.evaluation import Evaluation, Evaluator
+from rollover.run.evaluation import Evaluator
 from rollover.run.interrupt import Interrupt
 from rollover.run.jobs import _estimate, _run, completed
 from rollover.run.loop import _evaluate_when_due, train
@@ -42,7 +42,7 @@ from tests.engine.servers.pool.kit import Flaky, pool_of
 from tests.engine.test_complete import Failing
 from tests.rollout.kit import lognormal, make_rig
 from tests.rollout.test_episodes import Game
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock
 
 
 @dataclass
@@ -171,14 +171,10 @@ async def test_an_engine_that_is_gone_is_one_error() -> None:
         await evaluator(Failing(after=0, failures=10**6)).run()
 
 
-def test_each_source_is_sampled_as_its_own_table_says() -> None:
+async def test_each_source_is_sampled_as_its_own_table_says() -> None:
     own = EvalSetConfig(samples_per_prompt=4, k=(1, 4), temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=7)
     engine = FakeEngine(lambda request: 50, auto=True)
-
-    async def main() -> Evaluation:
-        return await evaluator(engine, settings=config("p", "q", k=(1, 2), sets={"q": own})).run()
-
-    result = run(main())
+    result = await evaluator(engine, settings=config("p", "q", k=(1, 2), sets={"q": own})).run()
     asked = Counter(
         (each.params.temperature, each.params.top_p, each.params.top_k, each.params.max_new_tokens)
         for each in engine.requests
@@ -289,39 +285,34 @@ def test_the_best_checkpoint_is_the_best_of_those_that_are_kept(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("strategy", "counted_s"), [("sync", 0.0), ("bounded_async", 5.0)])
-def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, counted_s: float) -> None:
-    async def measured() -> None:
-        rig, clock = (
-            make_rig(strategy, rollout_batch_size=2, group_size=2, length=lognormal(30, 0.8, 200)),
-            VirtualClock(),
-        )
-        scorer: Any = SimpleNamespace(costs=dict)
-        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
-        await rig.publish(0)
-        with meter.paused():
-            await asyncio.sleep(3.0)
-        began_s = clock.now_s()
-        batch = await rig.driver.next_batch()
-        collected_s = clock.now_s() - began_s
-        with meter.paused():
-            await asyncio.sleep(5.0)
-        metrics = meter.step_ended(batch, TrainedStep(metrics={})).metrics
-        await rig.driver.stop()
-        assert metrics["time/step_s"] == pytest.approx(collected_s + counted_s)
-        assert metrics.get("time/evaluate_s", 0.0) == pytest.approx(counted_s), "it is no time of the trainer"
-        rig.ledger.replay.append(0)  # as in the process after a kill, which measures nothing of its speed
-        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+async def test_the_time_of_an_evaluation_counts_where_rollouts_go_on(strategy: str, counted_s: float) -> None:
+    rig = make_rig(strategy, rollout_batch_size=2, group_size=2, length=lognormal(30, 0.8, 200))
+    clock = VirtualClock()
+    scorer: Any = SimpleNamespace(costs=dict)
+    meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+    await rig.publish(0)
+    with meter.paused():
+        await asyncio.sleep(3.0)
+    began_s = clock.now_s()
+    batch = await rig.driver.next_batch()
+    collected_s = clock.now_s() - began_s
+    with meter.paused():
+        await asyncio.sleep(5.0)
+    metrics = meter.step_ended(batch, TrainedStep(metrics={})).metrics
+    await rig.driver.stop()
+    assert metrics["time/step_s"] == pytest.approx(collected_s + counted_s)
+    assert metrics.get("time/evaluate_s", 0.0) == pytest.approx(counted_s), "it is no time of the trainer"
+    rig.ledger.replay.append(0)  # as in the process after a kill, which measures nothing of its speed
+    meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+    await asyncio.sleep(1.0)
+    again = meter.step_ended(batch, TrainedStep(metrics={"time/step_s": 1.0, "loss": 0.5})).metrics
+    assert again["loss"] == 0.5 and not any(name.startswith(SPEED) for name in again)
+    rig.ledger.replay.clear()  # as after a kill before the batch was whole
+    meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
+    for has_speed in (False, True):
         await asyncio.sleep(1.0)
-        again = meter.step_ended(batch, TrainedStep(metrics={"time/step_s": 1.0, "loss": 0.5})).metrics
-        assert again["loss"] == 0.5 and not any(name.startswith(SPEED) for name in again)
-        rig.ledger.replay.clear()  # as after a kill before the batch was whole
-        meter = StepMeter(rig.ledger, scorer, None, clock, overlaps_training=True)
-        for has_speed in (False, True):
-            await asyncio.sleep(1.0)
-            again = meter.step_ended(batch, TrainedStep(metrics={})).metrics
-            assert ("time/step_s" in again, TRAINED.name in again) == (True, has_speed)
-
-    run(measured())
+        again = meter.step_ended(batch, TrainedStep(metrics={})).metrics
+        assert ("time/step_s" in again, TRAINED.name in again) == (True, has_speed)
 
 
 async def test_ctrl_c_lets_the_checkpoint_before_an_evaluation_be_written_and_begins_none() -> None:

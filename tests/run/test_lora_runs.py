@@ -34,7 +34,7 @@ def test_engines_sample_from_the_merged_weights() -> None:
     """Recorded log-probs are the merged model's, in the version that each token is labelled with."""
     every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
     assert train("run.toml", "--run-dir", "out", *LORA, *every, "--steps", "4") == 0
-    trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    trajectories = runs.trajectories(Path("out"))
     versions = {v for t in trajectories for v in t.policy_versions}
     assert len(versions) > 1
     for version in versions - {0}:
@@ -63,11 +63,8 @@ def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them() -> No
     assert train("run.toml", "--run-dir", "alone", *exact, *alone, "--steps", "4") == 0
     assert train("run.toml", "--run-dir", "stopped", *exact, "--steps", "2") == 0
     assert train("--resume", "stopped", *alone, "--steps", "4") == 0
-    sampled = [
-        [(t.token_ids, t.rollout_logprobs) for batch in runs.batches(Path(run)) for t in batch.trajectories]
-        for run in ("merged", "alone", "stopped")
-    ]
-    assert sampled[0] == sampled[1] == sampled[2]
+    merged, *others = (runs.sampled(Path(run)) for run in ("merged", "alone", "stopped"))
+    assert others == [merged, merged]
     sizes = {run: {row["weights/bytes"] for row in runs.rows(Path(run))} for run in ("merged", "alone")}
     assert all(len(found) == 1 for found in sizes.values()) and min(sizes["alone"]) < min(sizes["merged"]) / 2
     assert all(row["weights/load_s"] > 0 and row["weights/stage_s"] > 0 for row in runs.rows(Path("alone")))

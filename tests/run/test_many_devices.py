@@ -91,10 +91,6 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
             "sft.context_parallel is 4, but the model has 4 attention heads and 2 key-value heads",
         ),
         (
-            ("--trainer.num_devices", "3", "--trainer.context_parallel", "2"),
-            "trainer.context_parallel must be a divisor of num_devices (3), got 2",
-        ),
-        (
             ("--trainer.lora.targets", '["q_proj", "query"]'),
             "trainer.lora.targets names 'query', which the model does not have; its matrices: q_proj, k_proj, v_proj, o_proj,"
             " gate_proj, up_proj, down_proj, lm_head",

@@ -22,7 +22,7 @@ def of_a_killed_run(folder: Path, *argv: str) -> list[Trajectory]:
     begun = processes.run("train", "run.toml", "--run-dir", "out", *argv, *every, kill_at=Cue(SegmentEnded, 30))
     resumed = processes.run("train", "--resume", "out")
     assert (begun.code, resumed.code) == (-9, 0), resumed.err
-    trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    trajectories = runs.trajectories(Path("out"))
     assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
     runs.ledger(Path("out"))
     return trajectories

@@ -13,8 +13,7 @@ from rollover import cli
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, SampleScored
 from tests import runs
 from tests.environments.judges import JudgeServer, judge_server
-from tests.run.test_resume import sampled, succeeded
-from tests.runs import Cue, Processes, Say
+from tests.runs import Cue, Processes, Say, succeeded
 
 SIZES = (
     *("--tasks.max_prompt_tokens", "16", "--rollout.max_new_tokens", "24", "--engine.kv_cache_bytes", "4194304"),
@@ -103,7 +102,7 @@ def test_a_curriculum_is_resumed_bit_for_bit(processes: Processes) -> None:
         resumed = ["train", "--resume", "killed"] if number else [*argv, "--run-dir", "killed"]
         assert processes.run(*resumed, kill_at=cue).code == -9
     succeeded(processes.run("train", "--resume", "killed"))
-    assert sampled(Path("killed")) == sampled(Path("whole"))
+    assert runs.sampled(Path("killed")) == runs.sampled(Path("whole"))
     assert runs.weights(Path("killed"), 10) == runs.weights(Path("whole"), 10)
     assert runs.rows(Path("killed"))[-1]["curriculum/passed_over"] == passed_over
     refused = processes.run("train", "--resume", "killed", "--tasks.curriculum.revisit", "0.5")

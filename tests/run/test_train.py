@@ -23,7 +23,6 @@ from rollover.rollout.config import RolloutConfig
 from rollover.run.building import build_config
 from rollover.run.layout import RUN_FILES
 from rollover.run.prepare import initial_policy
-from rollover.types import Trajectory
 from tests import runs
 from tests.runs import Say
 
@@ -40,10 +39,6 @@ def train(*argv: str) -> Path:
     new = [] if argv[:1] == ("--resume",) else ["run.toml", "--run-dir", "out"]
     assert cli.main(["train", *new, *argv]) == 0
     return Path("out")
-
-
-def trained(run: Path) -> list[Trajectory]:
-    return [t for batch in runs.batches(run) for t in batch.trajectories]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,7 @@ def test_a_finished_run_measures_every_step_and_before_and_after(finished: Path)
 
 
 def test_a_finished_run_parks_and_resumes_samples_and_conserves_them(finished: Path) -> None:
-    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trained(finished))
+    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in runs.trajectories(finished))
     ledger = runs.ledger(finished)
     assert (+ledger.tokens.wasted).keys() <= {WasteCause.ZERO_ADVANTAGE}, "nothing was thrown away"
     assert not ledger.running and not ledger.unscored, "a finished run has parked what it had begun"
@@ -101,7 +96,9 @@ def test_the_first_timeline_of_a_report_shows_parked_samples(finished: Path) -> 
 
 
 def test_a_finished_run_recorded_the_logprobs_of_each_version(finished: Path) -> None:
-    assert runs.largest_logprob_error(finished, finished.parent / "model", trained(finished)) < LOGPROB_TOLERANCE
+    assert (
+        runs.largest_logprob_error(finished, finished.parent / "model", runs.trajectories(finished)) < LOGPROB_TOLERANCE
+    )
 
 
 def test_a_finished_run_is_reported_anew_on_request(finished: Path, done: Say) -> None:
@@ -151,7 +148,7 @@ def test_a_model_dataset_and_reward_of_the_user_work_by_config_alone(experiment:
     source["reward.function"] = "letter_reward:share"
     settings = [word for key, value in source.items() for word in (f"--tasks.train.0.{key}", value)]
     run = train("--model.path", "my-model", "--steps", "2", *settings)
-    for t in trained(run):
+    for t in runs.trajectories(run):
         text = runs.decode(t.token_ids)
         assert t.reward == pytest.approx(text.count(t.prompt.columns["answer"]) / max(1, len(text)))
     assert json.loads((run / "checkpoints/step_2/config.json").read_text())["model_type"] == "llama"
@@ -199,7 +196,7 @@ def test_a_chat_dataset_is_asked_compared_and_taught_by_its_turns(experiment: Pa
     model = ("--model.path", "chat", "--tasks.train.0.reward.function", "chat_reward:share")
     said = done("train", "run.toml", "--dry-run", *model)
     assert "scored by function; the assistant's last turn is the reference answer and" in said
-    for t in trained(train("--steps", "1", *model)):
+    for t in runs.trajectories(train("--steps", "1", *model)):
         asked, response = runs.decode(t.prompt.token_ids), runs.decode(t.token_ids)
         assert asked in ("0a\n#", "1b\n#", "2c\n#")
         assert t.reward == pytest.approx(response.count(asked[1]) / max(1, len(response)))

@@ -16,6 +16,7 @@ from rollover import cli
 from rollover.run.directory import RunDir
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
+from tests.runs import Say
 from tests.speed import within
 from tests.swarm.chaos.forked import Forked
 
@@ -107,15 +108,13 @@ def test_ctrl_c_in_a_hung_update_ends_the_run_and_leaves_no_paused_server(experi
 
 
 def test_evaluation_measures_the_runs_own_model_whatever_the_server_held(
-    experiment: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    experiment: Path, tmp_path_factory: pytest.TempPathFactory, done: Say
 ) -> None:
     other = runs.save_model(tmp_path_factory.mktemp("other") / "model", seed=9)
     server = ModelServer(other, context=CONTEXT)
-    source = (experiment / "run.toml").read_text().split("[[tasks.train]]")[1].split("[tasks]")[0]
-    with (experiment / "run.toml").open("a") as file:
-        file.write(f"[[tasks.eval]]{source.replace('tasks.train', 'tasks.eval')}")
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
     with serving(server) as url:
         engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url])]
-        assert cli.main(["eval", "run.toml", "--run-dir", "out", *engine]) == 0
+        told = done("eval", "run.toml", "--run-dir", "out", *engine)
     assert Path(server.weights).resolve() == (experiment / "model").resolve()
-    assert "only training checks their log-probs" in " ".join(capsys.readouterr().out.split())
+    assert "only training checks their log-probs" in " ".join(told.split())

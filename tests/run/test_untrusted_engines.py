@@ -22,6 +22,7 @@ from rollover.hf import architecture
 from rollover.hf.rope import Rope
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
+from tests.runs import Say
 
 CONTEXT = 80
 SAMPLES = 32
@@ -152,11 +153,10 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
 
 
 def test_an_embedded_engine_that_computes_otherwise_ends_the_run_at_once(
-    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    experiment: Path, refused: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(architecture, "read_rope", lambda keys, head_dim, **_: Rope((1.0,) * (head_dim // 2), 1.0))
-    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 2
-    error = capsys.readouterr().err
+    error = refused("train", "run.toml", "--run-dir", "out")
     assert "the embedded engine does not sample from the trainer's policy" in error
     assert "engine.kind 'vllm'" in error
     assert not runs.batches(Path("out"))

@@ -141,9 +141,7 @@ def assert_the_liar_is_out(workers: Workers, *says: str) -> None:
     assert len(batches) == STEPS and "liar" not in sampled_by(batches[-1])
     ledger = runs.ledger(OUT)
     assert not any(of_liar(group) for group in ledger.unconsumed())
-    counted = ledger.tokens
-    assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
-    assert counted.wasted[WasteCause.UNTRUSTED_ENGINE] > 0
+    assert ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] > 0
 
 
 def test_false_log_probs_are_found_within_a_batch_of_many(experiment: Path, lies: Callable[[type[Liar]], None]) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from rollover import cli
 from tests import runs
 from tests.environments.judges import completion, judge_server
+from tests.runs import Say
 from tests.tasks.test_templates import tokenizer_of
 
 ROWS = 40
@@ -68,13 +69,12 @@ def write(name: str, row: Any) -> None:
 
 
 CASES = {
-    "alpaca": ("alpaca.jsonl", alpaca, "", 'reward = { kind = "exact" }'),
-    "dapo-math": ("dapo.parquet", dapo_math, "", 'reward = { kind = "math_verify" }'),
-    "tools": ("tools.jsonl", conversation, "", 'reward = { kind = "exact" }'),
+    "alpaca": ("alpaca.jsonl", alpaca, 'reward = { kind = "exact" }'),
+    "dapo-math": ("dapo.parquet", dapo_math, 'reward = { kind = "math_verify" }'),
+    "tools": ("tools.jsonl", conversation, 'reward = { kind = "exact" }'),
     "gsm8k, two rewards": (
         "gsm8k.parquet",
         gsm8k,
-        "",
         'rewards = [{ kind = "math_verify" }, { kind = "function", function = "brief:brief", weight = 0.5 }]',
     ),
 }
@@ -100,27 +100,27 @@ def folder(chat_model: Path, tmp_path: Path, few_draws: None) -> Iterator[Path]:
         yield tmp_path
 
 
-def config(path: str, *lines: str) -> str:
-    kind = Path(path).suffix.replace(".jsonl", "jsonl").replace(".parquet", "parquet")
+def config(path: str, rewards: str) -> str:
+    kind = Path(path).suffix.removeprefix(".")
     text = f'steps = 200\nmodel.path = "model"\n[[tasks.train]]\nkind = "{kind}"\nname = "mine"\npath = "{path}"\n'
-    text += "".join(f"{line}\n" for line in lines if line)
+    text += f"{rewards}\n"
     assert text.count("\n") <= 12
     return text
 
 
-def trained(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
-    assert "<im_start>assistant" in capsys.readouterr().out.replace("|", ""), "a dry run shows the end of the prompt"
+def trained(done: Say) -> list[dict[str, Any]]:
+    said = done("train", "run.toml", "--dry-run", *SIZES).replace("|", "")
+    assert "<im_start>assistant" in said, "a dry run shows the end of the prompt"
     assert cli.main(["train", "run.toml", *SIZES]) == 0
     return runs.rows(Path("out"), "step")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_the_hub_train(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, row, *lines = CASES[case]
+def test_rows_of_the_hub_train(case: str, folder: Path, done: Say) -> None:
+    path, row, rewards = CASES[case]
     write(path, row)
-    Path("run.toml").write_text(config(path, *lines))
-    assert len(trained(capsys)) == 2
+    Path("run.toml").write_text(config(path, rewards))
+    assert len(trained(done)) == 2
     for batch in runs.batches(Path("out")):
         for group in batch.groups:
             index = int(group.prompt.prompt_id.partition("/")[2].partition("@")[0]) + 1
@@ -143,7 +143,7 @@ RESUMED = ("train", "--resume", "out", "--steps", "3", "--tasks.chat_template_fi
 
 @pytest.mark.parametrize("trains", ["--sft.num_steps=1", "--trainer.lora.rank=2"])
 def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
-    trains: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    trains: str, folder: Path, refused: Say, done: Say
 ) -> None:
     Path("model").rename("linked")
     shutil.copytree("linked", "model")
@@ -157,15 +157,13 @@ def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
     Path("chat.jinja").rename("moved.jinja")
     Path("other.jinja").write_text(CHAT + " ")
     for given, told in (("none", "cannot change when a run is resumed"), ("other.jinja", "has changed since the run")):
-        assert cli.main([*RESUMED, given]) == 2
-        assert told in capsys.readouterr().err
+        assert told in refused(*RESUMED, given)
     assert cli.main([*RESUMED, "moved.jinja"]) == 0
     if "sft" in trains:  # its warm-up is done, and it never came to its first batch
         shutil.rmtree("out/checkpoints")
         Path("out/journal.sqlite").unlink()
         for dry in ((), ("--dry-run",)):
-            assert cli.main([*RESUMED, "other.jinja", *dry]) == 2
-            assert "has changed since the run" in capsys.readouterr().err
+            assert "has changed since the run" in refused(*RESUMED, "other.jinja", *dry)
         assert cli.main([*RESUMED, "moved.jinja"]) == 0
     Path("moved.jinja").unlink()
     assert cli.main(["export", "out", "exported"]) == 0
@@ -174,63 +172,55 @@ def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
         end, turn_end = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
         assert GenerationConfig.from_pretrained(left).eos_token_id == [end, 0, turn_end]
         assert tokenizer.chat_template == CHAT
-    capsys.readouterr()
-    assert cli.main(["train", "run.toml", *SIZES, "--run-dir", "again", "--model.path", "exported", "--dry-run"]) == 0
-    assert " or <|im_end|>\n" in capsys.readouterr().out.partition("# a response ends with ")[2]
+    said = done("train", "run.toml", *SIZES, "--run-dir", "again", "--model.path", "exported", "--dry-run")
+    assert " or <|im_end|>\n" in said.partition("# a response ends with ")[2]
 
 
-def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_blanks_the_secrets_of_a_prompt(folder: Path, done: Say) -> None:
     key = "sk-aB3dE6gH9jK2mN5pQ8sT"
     write(
         "rows.jsonl", lambda i: {"question": f"{key}, password: zzz, sorted(x, key=len)\u202e", "answer": "api_key=zzz"}
     )
     Path("run.toml").write_text(config("rows.jsonl", 'reward = { kind = "exact" }'))
-    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
-    shown = capsys.readouterr().out.replace("|", "")
+    shown = done("train", "run.toml", "--dry-run", *SIZES).replace("|", "")
     assert "[hidden], password: [hidden], sorted(x, key=len)\\u202e" in shown and '"api_key=[hidden]"' in shown
     assert key not in shown and "zzz" not in shown
 
 
 @pytest.mark.real_time
-async def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_judge_scores_beside_a_rule(folder: Path, done: Say) -> None:
     write("gsm8k.parquet", gsm8k)
 
     rows: list[dict[str, Any]] = []
     async with judge_server(lambda request: completion("It is fine. Score: 0.5")) as server:
         judge = f'{{ kind = "judge", url = "{server.url}", model = "m", rubric = "the sum is right." }}'
         Path("run.toml").write_text(config("gsm8k.parquet", f'rewards = [{{ kind = "math_verify" }}, {judge}]'))
-        await asyncio.to_thread(lambda: rows.extend(trained(capsys)))
+        await asyncio.to_thread(lambda: rows.extend(trained(done)))
     assert [row["reward/component/judge"] for row in rows] == [0.5, 0.5]
 
 
 EVAL = '[[tasks.eval]]\nkind = "jsonl"\nname = "held"\npath = "held.jsonl"\nreward = { kind = "exact" }\n'
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    capsys.readouterr()
-    assert cli.main([*argv, "run.toml", *SIZES]) == 2
-    return capsys.readouterr().err
-
-
 def test_a_dry_run_reads_the_rows_of_a_run_and_names_the_rows_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, refused: Say, done: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollover.run.session.open_trainer", None)  # rows are read before weights are
     write("rows.jsonl", lambda i: {"question": f"What is {i}?", "answer": "" if i == 7 else f"{i}"})
     Path("held.jsonl").write_text('{"question": "What is 9?", "answer": "9"}\n{"question": "And?", "answer": "$"}\n')
     text = config("rows.jsonl", 'reward = { kind = "exact" }')
     Path("run.toml").write_text(text + EVAL.replace("exact", "math_verify"))
-    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
-    train, held = capsys.readouterr().out.partition("# train source mine: ")[2].split("# eval source held: ")
+    said = done("train", "run.toml", "--dry-run", *SIZES)
+    train, held = said.partition("# train source mine: ")[2].split("# eval source held: ")
     assert "source 'mine' leaves out 2 of 39 rows, each without a reference answer that a response can ma" in train
     assert "(1) or an evaluation prompt (1); rows.jsonl, line 7: the reference answer '' is blank" in train
     assert held.startswith("jsonl, 2 rows, scored by math_verify") and 'its reference answer: "9"' in held
     assert "leaves out 1 of 2 rows" in held and "line 2: the reference answer '$' is not mathematics" in held
     Path("held.jsonl").write_text('{"question": "What is 9?", "answer": "9"}\n{"question": " ", "answer": "1"}\n')
-    messages = [refused(capsys, "train", *dry) for dry in (["--dry-run"], [])]
+    messages = [refused("train", "run.toml", *SIZES, *dry) for dry in (["--dry-run"], [])]
     assert messages[0] == messages[1] and "held.jsonl, line 2: the prompt is blank" in messages[0]
     shutil.copy("rows.jsonl", "held.jsonl")
-    messages = [refused(capsys, "train", *dry) for dry in (["--dry-run"], [])]
+    messages = [refused("train", "run.toml", *SIZES, *dry) for dry in (["--dry-run"], [])]
     assert messages[0] == messages[1] and "is an evaluation prompt" in messages[0]
 
 
@@ -246,27 +236,24 @@ max_position = 128
 """
 
 
-def test_a_model_from_scratch_needs_no_answers_unless_it_is_warmed_up(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_from_scratch_needs_no_answers_unless_it_is_warmed_up(folder: Path, refused: Say, done: Say) -> None:
     write("rows.jsonl", lambda i: {"question": f"What is {i}?"})
     text = config("rows.jsonl", 'reward = { kind = "function", function = "brief:brief" }')
     text = text.replace('model.path = "model"\n', SCRATCH)
     Path("run.toml").write_text(text)
     for dry in (["--dry-run"], []):
-        said = refused(capsys, "train", *dry, "--sft.num_steps", "1")
+        said = refused("train", "run.toml", *SIZES, *dry, "--sft.num_steps", "1")
         assert "no column to learn from; set answer_column of source 'mine'" in said
-    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
-    assert "#   first prompt: What is 1?" in capsys.readouterr().out
+    assert "#   first prompt: What is 1?" in done("train", "run.toml", "--dry-run", *SIZES)
     assert cli.main(["train", "run.toml", *SIZES]) == 0
     assert len(runs.rows(Path("out"), "step")) == 2
     shutil.rmtree("out")
     write("rows.jsonl", lambda i: {"messages": [{"role": "user", "content": f"What is {i}?"}]})
     for dry in (["--dry-run"], []):
-        assert "list of messages, which needs a chat template" in refused(capsys, "train", *dry)
+        assert "list of messages, which needs a chat template" in refused("train", "run.toml", *SIZES, *dry)
 
 
-def test_a_comparison_goes_on_with_the_rows_of_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_goes_on_with_the_rows_of_its_warm_up(folder: Path, refused: Say) -> None:
     write("gsm8k.jsonl", gsm8k)
     Path("run.toml").write_text(
         config("gsm8k.jsonl", 'reward = { kind = "math_verify" }') + "\n[variants.a]\n[variants.b]\n"
@@ -276,7 +263,6 @@ def test_a_comparison_goes_on_with_the_rows_of_its_warm_up(folder: Path, capsys:
         shutil.rmtree(f"out/{name}")
     rows = Path("gsm8k.jsonl").read_text()
     Path("gsm8k.jsonl").write_text(rows.replace("Ann", "Eve"))
-    assert cli.main(["train", "--resume", "out"]) == 2
-    assert "gsm8k.jsonl" in (told := capsys.readouterr().err) and "changed" in told
+    assert "gsm8k.jsonl" in (told := refused("train", "--resume", "out")) and "changed" in told
     Path("gsm8k.jsonl").write_text(rows)
     assert cli.main(["train", "--resume", "out"]) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from rollover.errors import EXTRAS
 from rollover.rollout.events import SegmentEnded
-from rollover.rollout.journal import Journal, read_events
+from rollover.rollout.journal import read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.strategies import STRATEGIES
 from tests.speed import within
@@ -44,18 +44,14 @@ def test_the_programs_use_the_public_door_alone(program: str) -> None:
 def test_the_programs_print_what_the_page_says_and_need_the_core_alone(
     program: str, printed: str, tmp_path: Path
 ) -> None:
-    run(program, tmp_path, printed)
-
-
-def run(program: str, folder: Path, printed: str) -> None:
     modules = [module for extra in EXTRAS.values() for module in extra]
-    (folder / "core.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({modules}))\nimport program\n")
-    (folder / "program.py").write_text(program)
+    (tmp_path / "core.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({modules}))\nimport program\n")
+    (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "core.py"],
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=within(60),
     )
@@ -67,7 +63,8 @@ def run(program: str, folder: Path, printed: str) -> None:
 def test_the_first_program_is_the_same_for_every_strategy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each token is recorded under the version that sampled it, and no call is longer than its budget."""
+    """Each token is recorded under the version that sampled it, no call is longer than its budget, and a run could
+    resume the journal."""
     monkeypatch.chdir(tmp_path)
     own = {"april": '"over_sampling_batch_size": 6', "token_budget": '"tokens_per_round": 5'}.get(kind, "")
     bound = "" if STRATEGIES[kind].on_policy else '"max_staleness": 3, '
@@ -81,18 +78,10 @@ def test_the_first_program_is_the_same_for_every_strategy(
         assert old in program
         program = program.replace(old, new)
     exec(program, {})
+    ledger = Ledger(event for _, event in read_events(Path("journal.sqlite")))
+    ledger.check()
+    assert ledger.next_step == 4
     segments = [e.segment for _, e in read_events(Path("journal.sqlite")) if isinstance(e, SegmentEnded)]
     assert {s.policy_version for s in segments} >= {0, 1, 2}
     assert all({*s.token_ids} <= {0, 1 + s.policy_version} for s in segments)
     assert (max(len(s.token_ids) for s in segments) == 5) is (kind == "token_budget")
-
-
-def test_the_journal_of_the_first_program_is_one_that_a_run_could_resume(tmp_path: Path) -> None:
-    program, printed = PROGRAMS[0]
-    run(program, tmp_path, printed)
-    journal = Journal(tmp_path / "journal.sqlite")
-    ledger = Ledger(event for _, event in journal.read())
-    journal.close()
-    ledger.check()
-    assert ledger.next_step == 4
-    assert ledger.parked

@@ -112,11 +112,6 @@ def test_arguments_lose_what_follows_a_secret_flag(arguments: list[str], shown: 
     assert redacted(arguments) == shown
 
 
-def test_the_name_of_a_variable_is_no_secret_but_a_key_in_its_place_is() -> None:
-    assert redacted({"api_key_env": "SERVER_KEY"}) == {"api_key_env": "SERVER_KEY"}
-    assert redacted({"api_key_env": "a1b2c3"}) == {"api_key_env": HIDDEN}
-
-
 @pytest.mark.parametrize("variable", ["ENGINE_KEY", "K8S_KEY", "_KEY", "engine_key", "OpenaiKey", "my_key2", "A" * 64])
 def test_the_name_of_a_variable_is_shown_wherever_it_stands(variable: str) -> None:
     arguments = ["--engine.api_key_env", variable, f"--engine.api-key-env={variable}", "--api-key-env", variable]
@@ -127,20 +122,10 @@ def test_the_name_of_a_variable_is_shown_wherever_it_stands(variable: str) -> No
     assert Redactor(arguments).value({"api_key_env": variable}) == {"api_key_env": variable}
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "s3cr3t",
-        "c4nary-9f8e",
-        "A" * 65,
-        "a" * 65,
-        "9F8E7D",
-        "hf_" + "a" * 30,
-        "AKIA" + "A" * 16,
-        "ghp_" + "B" * 36,
-        "a b",
-    ],
-)
+KEYS = ("s3cr3t", "a1b2c3", "c4nary-9f8e", "A" * 65, "a" * 65, "9F8E7D", "hf_" + "a" * 30, "AKIA" + "A" * 16, "a b")
+
+
+@pytest.mark.parametrize("key", [*KEYS, "ghp_" + "B" * 36])
 def test_a_value_that_is_no_name_of_a_variable_is_hidden_in_its_place(key: str) -> None:
     assert redacted({"api_key_env": key}) == {"api_key_env": HIDDEN}
     assert redacted(["--api-key-env", key]) == ["--api-key-env", HIDDEN]

@@ -144,25 +144,21 @@ def test_a_file_with_a_value_that_cannot_be_is_named(
     assert message in refused(*argv)
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "a/b", "", ".", "..", "checkpoints", "began_with.json", "swarm", "y" * 200, "-x", " ", "a\\u0000"]
-)
-def test_a_variant_is_named_as_a_directory_can_be(refused: Say, name: str) -> None:
-    text = Path("run.toml").read_text()
-    Path("run.toml").write_text(f'{text}\n[variants."{name}"]\n[variants.other]\n')
-    assert "cannot name a variant, because its run gets a directory of that name" in refused(*TRAIN)
+NAMES = ("../x", "a/b", "", ".", "..", "checkpoints", "began_with.json", "swarm", "y" * 200, "-x", " ", "a\\u0000")
+NO_NAME = "cannot name a variant, because its run gets a directory of that name"
+VARIANTS = [
+    *((f'[variants."{name}"]\n[variants.other]', NO_NAME) for name in NAMES),
+    ("[variants.only]", "'only' is the only variant, and a comparison needs two: add another"),
+    ("[variants.short]\n[variants.long.sft]\nnum_steps = 9", "variants.long.sft cannot differ: all variants start from one policy; start two runs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variants", "message"), VARIANTS)
+def test_variants_that_cannot_be_compared_are_refused(refused: Say, variants: str, message: str) -> None:
+    with Path("run.toml").open("a") as file:
+        file.write(f"\n{variants}\n")
+    assert message in refused(*TRAIN)
     assert not Path("out").exists()
-
-
-def test_one_variant_compares_with_nothing(refused: Say) -> None:
-    Path("run.toml").write_text(Path("run.toml").read_text() + "\n[variants.only]\n")
-    assert "'only' is the only variant, and a comparison needs two: add another" in refused(*TRAIN)
-
-
-def test_a_variant_cannot_have_a_policy_of_its_own(refused: Say) -> None:
-    text = Path("run.toml").read_text()
-    Path("run.toml").write_text(f"{text}\n[variants.short]\n[variants.long.sft]\nnum_steps = 9\n")
-    assert "variants.long.sft cannot differ: all variants start from one policy; start two runs" in refused(*TRAIN)
 
 
 def changed(**keys: Any) -> Callable[[Path], object]:

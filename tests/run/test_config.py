@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import types
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import OversampleConfig, SyncConfig
 from rollover.run import building
-from rollover.run.building import EXPERIMENTS, build_config, find, restore, variant
+from rollover.run.building import EXPERIMENTS, build_config, find, variant
 from rollover.run.config import RunConfig
 from rollover.run.dry_run import dry_run
 from rollover.run.sections import EvalConfig, ModelConfig
@@ -40,11 +39,6 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "run.toml"
     path.write_text(text)
     return path
-
-
-def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> None:
-    config = build_config(written(tmp_path, TEXT))
-    assert restore(json.loads(json.dumps(resolved(config))), "config.json") == config
 
 
 def test_the_rewards_of_turns_weigh_what_the_reward_of_their_source_says(tmp_path: Path) -> None:
@@ -166,20 +160,7 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("kind = 'vlm'", r"run\.toml:11: engine\.kind: 'vlm' is not allowed; did you mean 'vllm'\?$"),
-        (
-            "kind = 'vllm'\nlaunch = true\nblock_size_tokens = 3",
-            r"run\.toml:13: engine\.block_size_tokens: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
-        ),
         ("launch = true", r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'"),
-        (
-            "kind = 'vllm'\nlaunch = true\nmax_runing = 3",
-            r"run\.toml:13: engine\.max_runing: unknown key; did you mean 'max_running'\?$",
-        ),
-        (
-            "kind = 'vllm'\nlaunch = true\nmax_running = 'x'",
-            r"run\.toml:13: engine\.max_running: expected a whole number or a list, got the string",
-        ),
         ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
         ("kind = 'vllm'\nurls = ['http://u:p@h']", r"run\.toml:12: engine\.urls must look like 'http://host:8000'"),
         (
@@ -212,14 +193,6 @@ def test_none_takes_an_inherited_table_away(tmp_path: Path) -> None:
     config = build_config(tmp_path / "run.toml")
     assert (config.sft, config.model.scratch) == (None, None) and config.trainer.lora is not None
     assert variant(config, "full", model=tmp_path).trainer.lora is None
-
-
-def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text('steps = 7\n[model]\npath = "m"\n[rollout]\ngroup_size = 4\n')
-    (tmp_path / "run.toml").write_text('extends = "base.toml"\nseed = 3\n[rollout]\nrollout_batch_size = 5\n')
-    loaded = build_config(tmp_path / "run.toml")
-    assert (loaded.steps, loaded.seed, loaded.model.path) == (7, 3, "m")
-    assert (loaded.rollout.group_size, loaded.rollout.rollout_batch_size) == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +238,6 @@ def test_a_contradiction_between_two_files_is_told_with_the_line_that_differs(tm
     with pytest.raises(ConfigError) as caught:
         build_config(tmp_path / "run.toml")
     assert f"{tmp_path}/run.toml:3: eval.patience counts evaluations" in str(caught.value)
-
-
-def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -> None:
-    file = written(tmp_path, f"{ENGINE}kv_cache_bytes = 1048576")
-    assert build_config(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)
-    assert build_config(file, ["--engine.kind", "embedded"]).engine == EmbeddedConfig(kv_cache_bytes=1048576)
-    assert build_config(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
 
 
 @pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"], ["--rollout.min_p", "0.1"]])

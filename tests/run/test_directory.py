@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollover.cluster.config import ClusterConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, ResourceError, RunError
@@ -65,17 +66,6 @@ def test_a_directory_in_use_is_refused_naming_who_uses_it(tmp_path: Path) -> Non
         pytest.raises(RunError, match=f"is in use by pid {os.getpid()} on "),
     ):
         directory.open_for_resume(tmp_path / "run")
-
-
-def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
-    directory.create(CONFIG, tmp_path / "run").close()
-    script = (
-        "import os, sys, signal; from pathlib import Path; from rollover.run.directory import RunDir\n"
-        "run = RunDir(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=within(60))
-    assert killed.returncode == -9
-    directory.open_for_resume(tmp_path / "run")[1].close()
 
 
 def open_files(process: str) -> dict[str, int]:
@@ -148,15 +138,6 @@ def test_each_resume_is_on_record_with_what_had_changed(tmp_path: Path, monkeypa
     assert second.endswith(" by two under rollover 9.9")
 
 
-def test_what_was_learned_under_one_setting_does_not_go_on_under_another(tmp_path: Path) -> None:
-    directory.create(CONFIG, tmp_path).close()
-    with pytest.raises(RunError, match=r"rollout\.group_size cannot change when a run is resumed"):
-        directory.open_for_resume(tmp_path, ["--rollout.group_size", "2"])
-    with pytest.raises(ConfigError, match=r"command line: --rollout\.group_sise: unknown key"):
-        directory.open_for_resume(tmp_path, ["--rollout.group_sise", "2"])
-    directory.open_for_resume(tmp_path, ["--rollout.group_size", str(CONFIG.rollout.group_size)])[1].close()
-
-
 CHANGES = {
     "what may change at any time": (
         *("--steps", "7", "--checkpoint.keep_last", "1", "--eval.samples_per_prompt", "2", "--logging.progress", "off"),
@@ -196,42 +177,77 @@ def test_a_setting_that_does_not_change_what_is_learned_may_change(
             assert directory.saved_config(tmp_path, [key, value]) != config, key
 
 
-SERVERS = (
-    *("--engine.urls", '["http://b:1"]', "--engine.token_timeout_s", "5", "--engine.logprob_tolerance", "0.3"),
-    *("--engine.max_running", "3", "--engine.weights_dir", "w", "--engine.served_model", "m"),
+SERVERS = VLLMConfig(urls=("http://a:1",))
+OTHERS = (
+    *("--engine.token_timeout_s", "5", "--engine.logprob_tolerance", "0.3", "--engine.max_running", "3"),
+    *("--engine.weights_dir", "w", "--engine.served_model", "m"),
+)
+OTHER = VLLMConfig(
+    urls=("http://b:1",), token_timeout_s=5, logprob_tolerance=0.3, max_running=3, weights_dir="w", served_model="m"
 )
 
 
-def test_servers_may_be_others_when_a_run_is_resumed(tmp_path: Path) -> None:
-    directory.create(replace(CONFIG, engine=VLLMConfig(urls=("http://a:1",))), tmp_path).close()
-    assert directory.saved_config(tmp_path, SERVERS).engine.urls == ("http://b:1",)  # type: ignore[union-attr]
-    launched = directory.saved_config(tmp_path, ["--engine.urls", "[]", "--engine.launch", "true"])
-    assert launched.engine == VLLMConfig(launch=True)
-    with pytest.raises(RunError, match=r"engine\.kv_on_update cannot change"):
-        directory.saved_config(tmp_path, ["--engine.kv_on_update", "keep"])
+@pytest.mark.parametrize(
+    ("began", "changes", "expected"),
+    [
+        pytest.param({}, ["--rollout.group_size", "8"], {}, id="no change"),
+        pytest.param(
+            {"engine": SERVERS},
+            ["--engine.urls", '["http://b:1"]', *OTHERS],
+            {"engine": OTHER},
+            id="other servers",
+        ),
+        pytest.param(
+            {"engine": SERVERS},
+            ["--engine.urls", "[]", "--engine.launch", "true"],
+            {"engine": VLLMConfig(launch=True)},
+            id="servers that are launched",
+        ),
+        pytest.param(
+            {},
+            ["--cluster.address", "10.0.0.5:6379"],
+            {"cluster": ClusterConfig(address="10.0.0.5:6379")},
+            id="a table whose keys may change",
+        ),
+        pytest.param(
+            {"deterministic": True},
+            ["--deterministic", "false", "--trainer.micro_batch_tokens", "9"],
+            {"trainer": TrainerConfig(micro_batch_tokens=9)},
+            id="the same bits no longer",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_what_may_change(
+    tmp_path: Path, began: dict[str, Any], changes: list[str], expected: dict[str, Any]
+) -> None:
+    directory.create(replace(CONFIG, **began), tmp_path).close()
+    assert directory.saved_config(tmp_path, changes) == replace(CONFIG, **expected)
 
 
-def test_a_table_may_be_added_on_resume_if_its_keys_may_change(tmp_path: Path) -> None:
-    directory.create(CONFIG, tmp_path).close()
-    moved = directory.saved_config(tmp_path, ["--cluster.address", "10.0.0.5:6379"])
-    assert moved.cluster is not None and moved.cluster.address == "10.0.0.5:6379"
-    with pytest.raises(RunError, match=r"trainer\.lora cannot change when a run is resumed: what the run has learned"):
-        directory.saved_config(tmp_path, ["--trainer.lora.rank", "8"])
-
-
-def test_the_number_of_steps_stays_where_the_learning_rate_depends_on_it(tmp_path: Path) -> None:
-    directory.create(replace(CONFIG, trainer=TrainerConfig(schedule="cosine")), tmp_path).close()
-    with pytest.raises(RunError, match=r"steps cannot change .* trainer\.schedule 'cosine' depends on it"):
-        directory.saved_config(tmp_path, ["--steps", "7"])
-
-
-def test_the_promise_of_the_same_bits_can_be_given_up_but_not_made_later(tmp_path: Path) -> None:
-    directory.create(replace(CONFIG, deterministic=True), tmp_path / "a").close()
-    freed = ["--deterministic", "false", "--trainer.micro_batch_tokens", "9"]
-    assert directory.saved_config(tmp_path / "a", freed).trainer.micro_batch_tokens == 9
-    directory.create(CONFIG, tmp_path / "b").close()
-    with pytest.raises(RunError, match=r"deterministic cannot change .* the steps so far were not repeatable"):
-        directory.saved_config(tmp_path / "b", ["--deterministic", "true"])
+@pytest.mark.parametrize(
+    ("began", "changes", "message"),
+    [
+        ({}, ["--rollout.group_sise", "2"], r"command line: --rollout\.group_sise: unknown key"),
+        (
+            {},
+            ["--trainer.lora.rank", "8"],
+            r"trainer\.lora cannot change when a run is resumed: what the run has learned",
+        ),
+        ({}, ["--deterministic", "true"], r"deterministic cannot change .* the steps so far were not repeatable"),
+        ({"engine": SERVERS}, ["--engine.kv_on_update", "keep"], r"engine\.kv_on_update cannot change"),
+        (
+            {"trainer": TrainerConfig(schedule="cosine")},
+            ["--steps", "7"],
+            r"steps cannot change .* trainer\.schedule 'cosine' depends on it",
+        ),
+    ],
+)
+def test_a_run_does_not_go_on_with_what_cannot_change(
+    tmp_path: Path, began: dict[str, Any], changes: list[str], message: str
+) -> None:
+    directory.create(replace(CONFIG, **began), tmp_path).close()
+    with pytest.raises((RunError, ConfigError), match=message):
+        directory.saved_config(tmp_path, changes)
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_a_new_setting(tmp_path: Path) -> None:
@@ -293,15 +309,6 @@ def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["rollout"]["group_size"] == 8
 
 
-def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    for _ in range(2):  # the first refusal leaves no lock
-        with pytest.raises(RunError, match="neither empty nor a run directory"):
-            directory.create(CONFIG, tmp_path)
-    with pytest.raises(RunError, match="cannot become a run directory"):
-        directory.create(CONFIG, tmp_path / "thesis.tex")
-
-
 @pytest.mark.parametrize("moment", ["dump", "fsync", "replace"])
 def test_a_directory_whose_run_was_killed_at_its_start_can_be_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -351,18 +358,13 @@ def test_a_full_disk_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_the_config_may_be_read_while_the_run_is_at_work(tmp_path: Path) -> None:
-    with directory.create(CONFIG, tmp_path):
-        assert directory.saved_config(tmp_path) == CONFIG
-        assert directory.derived_config(tmp_path, ["--seed", "6"]).seed == 6
-
-
 def test_a_note_is_added_to_what_is_known_of_the_run(tmp_path: Path) -> None:
     with directory.create(CONFIG, tmp_path) as run:
         run.note(device="cpu")
         meta = json.loads(run.config_file.read_text())["meta"]
         assert (meta["device"], meta["seed"]) == ("cpu", 5)
-        assert directory.saved_config(tmp_path) == CONFIG
+        assert directory.saved_config(tmp_path) == CONFIG, "it may be read while the run is at work"
+        assert directory.derived_config(tmp_path, ["--seed", "6"]).seed == 6
 
 
 def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,8 @@ async def decoded(pool: EnginePool) -> list[Chunk]:
 
 def pids(folder: Path) -> dict[int, int]:
     """List the process ids of all servers that were ever started, by port."""
-    return {int(file.stem): int(file.read_text()) for file in (folder.parent / "notes").glob("*.pid")}
+    notes = (folder.parent / "notes").glob("*.pid")
+    return {int(file.stem): int(text) for file in notes if (text := file.read_text())}  # one may be empty as yet
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -87,7 +87,7 @@ def open_trainer(model: Path, run: Path, args: argparse.Namespace) -> LocalTrain
     """Open the trainer with the model, or with the newest checkpoint of an earlier process."""
     setup = TrainingSetup(
         config=TrainerConfig(learning_rate=args.learning_rate),
-        algorithm=algorithm("grpo"),  # or "dapo", "gspo", "rloo", "cispo", ...
+        algorithm=algorithm("grpo"),  # or "gspo", "rloo", "cispo", ...
         temperature=1.0,
         max_response_tokens=args.max_new_tokens,
         num_steps=args.steps,

@@ -395,6 +395,11 @@ class Trajectory:
         return (*turns, turn) if turn else tuple(turns)
 
     @property
+    def has_opening(self) -> bool:
+        """Return whether its first turn sampled nothing and only asked the environment for the prompt."""
+        return self.turns[:1] == ((),)
+
+    @property
     def turn_ids(self) -> tuple[int, ...]:
         """Return the tokens sampled since the last observation: of the turn that goes on or is to be answered."""
         return (*self.turns, ())[len(self.observations)] if self.turns else ()

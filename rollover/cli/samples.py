@@ -58,7 +58,7 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
         if sample.prompt.columns:
             columns = printable(redact(json.dumps(redactor.value(sample.prompt.columns), ensure_ascii=False)))
             click.echo(columns if len(columns) <= _MOST_COLUMNS else f"{columns[:_MOST_COLUMNS]}...")
-        click.echo(printable(redact(sample.prompt.text)))
+        click.echo(printable(redact(sample.prompt_read(tokenizer))))
         click.echo(click.style("── response ──", bold=True))
         click.echo(_coloured(sample, tokenizer, redact))
 

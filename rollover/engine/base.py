@@ -118,9 +118,6 @@ class Capabilities:
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
     number_format: str = "float32"
     """Number format of its weights and arithmetic, by torch's name; the coarser one if they differ."""
-    is_colocated: bool = False
-    """It sleeps while the trainer trains (``Sleeps``): no cache outlives a step, so what a round leaves unfinished is
-    prefilled again in the next one."""
     prefill_tokens_per_iteration: float = GPU_PREFILL_TOKENS
     """Tokens it prefills in the time of a decode iteration of few samples, to an order of magnitude; infinite where
     caches outlive new weights, so that what was stopped is not prefilled again."""

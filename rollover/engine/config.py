@@ -39,7 +39,8 @@ class DeclaredCapabilities:
     context_key: str = "engine.max_context_tokens"
     """Name of the setting behind ``max_context_tokens``, for messages."""
     is_colocated: bool = False
-    """Same as in ``Capabilities``."""
+    """It sleeps while the trainer trains (``Sleeps``): no cache outlives a step, so what a round leaves unfinished is
+    prefilled again in the next one."""
     in_process: bool = False
     """It computes in the process that opens it."""
     serves_training_only: bool = False

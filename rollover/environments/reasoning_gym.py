@@ -4,9 +4,8 @@ Row r is item ``r % CHUNK`` of the dataset built with ``seed + (r - r % CHUNK)``
 of a dataset with ``seed + i``, so for nearly all datasets this is item r of one endless dataset; the few
 that draw their items when they are built (their ``size`` bounds the index) get a fresh draw per chunk.
 
-The training seed and the evaluation seed lie in different halves of 32 bits and a role uses fewer than
-2**30 rows, so no generator is seeded alike for both. (A dataset of few distinct questions can still pose
-the same one twice.)
+The training seed and the evaluation seed lie in different halves of 32 bits and a role uses fewer than 2**30 rows, so
+no generator is seeded alike for both. (A dataset of few distinct questions can still pose the same one twice.)
 
 NOTE: a handful of datasets iterate over sets of strings (in 0.1.25: isomorphic_strings, knight_swap,
 polynomial_multiplication, ransom_note); their items depend on PYTHONHASHSEED as well.

@@ -156,7 +156,7 @@ class RewardScorer:
         texts = [self._tokenizer.decode(list(turn), skip_special_tokens=True) for turn in trajectory.turns or ((),)]
         transcript: list[dict[str, Any]] = []
         for number, text in enumerate(texts):
-            if number or trajectory.turns[:1] != ((),):  # a turn that only asks for the prompt
+            if number or not trajectory.has_opening:
                 transcript.append({"role": "assistant", "content": text})
             if number < len(trajectory.observations):
                 answer = trajectory.observations[number]

@@ -118,7 +118,7 @@ def _turns(timeline: Timeline) -> tuple[Turns | None, list[str]]:
     if not acting:
         return None, []
     times = [one.end_s - one.start_s for one in acting]
-    mean_s, between = statistics.fmean(times), [one.num_tokens for one in acting if not one.is_last]
+    mean_s, between = statistics.fmean(times), [one.num_tokens for one in acting if one.end is None]
     sampled = sum(sample.num_tokens for sample in timeline.samples if sample.acting)
     turns = Turns(
         tokens=max(1, round(sampled / len(acting))),

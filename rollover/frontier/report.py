@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -36,7 +37,7 @@ _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "off-policy": lambda p, _: f"{p.lag_over('off_policy_fraction'):.0%}",
     "wasted": lambda p, _: f"{sum(p.wasted.values()):.0%}",
     "prefilled": lambda p, _: f"{p.mean('prefilled'):.2f}",
-    "length": lambda p, _: f"{p.mean('trained_length'):.2f}",
+    "length": lambda p, _: f"{p.mean('trained_length') / fmean(b.trained_length for b in p.baseline):.2f}",
     "K": lambda p, _: f"{p.mean('iterations'):,.0f}",
 }
 """Columns of the table: name, and a function of a point and the setup's ceiling."""

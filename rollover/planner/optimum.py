@@ -51,9 +51,8 @@ _SLOWEST = 1e-6
 def solve(
     problem: Problem, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S, simplify: bool = True
 ) -> Solution | None:
-    """Find the optimum; ``None`` if nothing satisfies the problem. Raises ``PlanError`` when time is up before
-    there is any. ``simplify`` runs the later passes; without it the first optimum found is the
-    answer."""
+    """Find the optimum; ``None`` if nothing satisfies the problem. Raises ``PlanError`` when time is up before there is
+    any. ``simplify`` runs the later passes; without it the first optimum found is the answer."""
     began = time.perf_counter()
     ordered, places = canonical(problem)
     search = _Search(ordered, gap, began + time_limit_s)

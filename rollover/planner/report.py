@@ -234,7 +234,8 @@ def _idle(plan: Plan) -> Iterator[str]:
         prices = [(plan.fleet.by_name[name].price_per_hour, n) for name, n in plan.idle.items()]
         cost = None if any(price is None for price, _ in prices) else sum((price or 0.0) * n for price, n in prices)
         saved = "" if cost is None else f" Not renting them saves {cost:,.2f} {plan.fleet.currency} per hour."
-        yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be better.{saved}"
+        than = "better" if plan.problem.budget_per_hour is None else "better within the budget"
+        yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be {than}.{saved}"
 
 
 def _counted(devices: Mapping[str, int]) -> str:

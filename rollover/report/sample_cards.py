@@ -65,7 +65,7 @@ def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Fa
         cards.append(
             f'<details class="card sample"><summary>{_summary(reason, sample, texts)}</summary>'
             f"<div>{_facts(sample, redactor)}<h3>Prompt</h3>"
-            f'<div class="text">{_cut(printable(redact(sample.prompt.text)))}</div><h3>Response</h3>'
+            f'<div class="text">{_cut(printable(redact(sample.prompt_read(tokenizer))))}</div><h3>Response</h3>'
             f'<div class="text tokens">{_response(sample, texts, untrained, colours, redact)}</div>'
             "</div></details>"
         )

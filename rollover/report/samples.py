@@ -57,6 +57,10 @@ class TrainedSample(Trajectory):
         """Return whether the response reached the limit of its length, or of its turns."""
         return self.finish_reason is FinishReason.LENGTH
 
+    def prompt_read(self, tokenizer: FastTokenizer) -> str:
+        """Return the prompt that the model read; an environment may have written it."""
+        return tokenizer.decode(list(self.observations[0].token_ids)) if self.has_opening else self.prompt.text
+
     def untrained(self, algorithm: Algorithm | None) -> list[str]:
         """Return for each segment why its tokens had no gradient, as far as the journal tells; empty if they had one.
         Tokens that a correction rejected are not known."""
@@ -87,7 +91,7 @@ class TrainedSample(Trajectory):
             elif after is not None:
                 parked = "parked" if before.finish_reason is FinishReason.ABORT else "new weights"
                 found.append((num_tokens, f"{parked}, version {before.policy_version} → {after.policy_version}"))
-        return found
+        return found[int(self.has_opening) :]
 
 
 class TrainedBatch(NamedTuple):
@@ -265,7 +269,7 @@ def table_rows(
             reason,
             str(sample.sample_id),
             sample.prompt.source,
-            printable(redact(sample.prompt.text)),
+            printable(redact(sample.prompt_read(tokenizer))),
             printable(redact(tokenizer.decode(list(sample.token_ids), skip_special_tokens=False))),
             sample.reward,
             ", ".join(f"{name} {value:.4g}" for name, value in sample.components.items()),

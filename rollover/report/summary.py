@@ -1,8 +1,7 @@
 """The closing numbers of a run, and their table for the terminal.
 
-Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come
-from the journal, times and memory from the metrics; values that a run has not measured are ``None`` and appear as a
-dash.
+Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come from the
+journal, times and memory from the metrics; values that a run has not measured are ``None`` and appear as a dash.
 """
 
 from __future__ import annotations

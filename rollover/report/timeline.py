@@ -65,8 +65,8 @@ class Acting:
     start_s: float
     end_s: float
     num_tokens: int
-    is_last: bool = False
-    """True if the episode ended with it."""
+    end: FinishReason | None = None
+    """Reason for which the episode ended with it, if it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,15 @@ class SampleTrace:
     @property
     def finished(self) -> bool:
         """Return True if it ended by itself (stop or length), or its episode is over."""
-        is_over = bool(self.acting) and self.acting[-1].is_last
+        is_over = bool(self.acting) and self.acting[-1].end is not None
         last = self.spans[-1].finish_reason if self.spans else None
         return is_over or last in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether it is an episode that reached a limit, perhaps with fewer tokens of its own than that has."""
+        ends = {one.end for one in self.acting[-1:]} | {span.finish_reason for span in self.spans[-1:]}
+        return bool(self.acting) and FinishReason.LENGTH in ends
 
     @property
     def num_tokens(self) -> int:
@@ -314,13 +320,11 @@ class _Fold:
 
     def _answered(self, event: Observed) -> None:
         _, sample_id, answer = event
-        acting = Acting(
-            start_s=answer.start_s, end_s=answer.end_s, num_tokens=len(answer.token_ids), is_last=answer.end is not None
-        )
+        acting = Acting(start_s=answer.start_s, end_s=answer.end_s, num_tokens=len(answer.token_ids), end=answer.end)
         sample = self._change(sample_id, acting=(*self.samples[sample_id].acting, acting))
         if not sample.num_prompt_tokens:
             self._change(sample_id, num_prompt_tokens=acting.num_tokens)
-        if acting.is_last:
+        if acting.end is not None:
             self.unscored.add(sample_id)
         else:
             self.stopped_s[sample_id] = event.time_s

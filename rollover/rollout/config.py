@@ -47,8 +47,8 @@ def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
 
     Args:
         kind: one of ``STRATEGIES``.
-        settings: options of the strategy and settings that all strategies share, by their names in the tables
-            ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
+        settings: options of the strategy by their names in the table ``[rollout.strategy]`` of a run's config, and from
+            ``[rollout]`` ``rollout_batch_size``, ``group_size``, ``max_staleness`` and ``max_new_tokens``.
 
     Raises:
         ConfigError: there is no such strategy or setting, or a value or an engine that cannot work.
@@ -62,6 +62,10 @@ def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
     own = {f.name for f in fields(STRATEGIES[kind])} if kind in STRATEGIES else {}
     options = {name: value for name, value in settings.items() if name in own}
     shared = {name: value for name, value in settings.items() if name not in own}
+    known = {"rollout_batch_size", "group_size", "max_staleness", "max_new_tokens"}
+    if stray := sorted(shared.keys() & {f.name for f in fields(SharedConfig)} - known):
+        where = "SamplingParams and the limits of RolloutDriver hold what strategies do not"
+        raise ConfigError(f"strategy({kind!r}): {stray[0]} is no setting of a strategy: {where}")
     document = Document(name=f"strategy({kind!r})", data={**shared, "strategy": {"kind": kind, **options}})
     config = build(RolloutConfig, document)
     if config.strategy.needs_in_flight_update and not engine.in_flight_update:

@@ -153,8 +153,7 @@ class Ledger:
         return len(self.waiting) + len(self.running) + len(self.parked)
 
     def startable(self) -> Iterator[SampleId]:
-        """Yield waiting and parked samples, the oldest group first. The first few are cheap, however many
-        wait."""
+        """Yield waiting and parked samples, the oldest group first. The first few are cheap, however many wait."""
         for group_id in self._startable:
             for sample in self.groups[group_id].samples:
                 if sample.state in STARTABLE:

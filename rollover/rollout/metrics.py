@@ -51,15 +51,17 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _episodes(batch: Batch) -> dict[str, float]:
-    """Return the means over episodes of their turns, of the rows that train them, of the tokens that they observed, and
-    of the time in which their environments acted; nothing if there are none."""
-    episodes = [t for t in batch.trajectories if t.num_turns]
+    """Return the means over episodes of their turns, of the rows that train them, of the tokens that they observed
+    after their prompts, and of the time in which their environments acted; nothing if no turn has ended."""
+    sources = {t.prompt.source for t in batch.trajectories if t.num_turns}
+    episodes = [t for t in batch.trajectories if t.prompt.source in sources]  # some may be cut in their first turn
+    observed = [sum(len(o.token_ids) for o in t.observations[int(t.has_opening) :]) for t in episodes]
     if not episodes:
         return {}
     return {
-        "episode/turns": statistics.fmean(t.num_turns for t in episodes),
+        "episode/turns": statistics.fmean(len(t.turns) - t.has_opening for t in episodes),
         "episode/rows": statistics.fmean(len(t.paths) for t in episodes),
-        "episode/observed_tokens": statistics.fmean(sum(len(o.token_ids) for o in t.observations) for t in episodes),
+        "episode/observed_tokens": statistics.fmean(observed),
         "episode/environment_s": statistics.fmean(sum(o.end_s - o.start_s for o in t.observations) for t in episodes),
     }
 

@@ -40,8 +40,7 @@ def compares_siblings(scorer: Scorer, source: str) -> TypeGuard[GroupScorer]:
 
 
 async def scores_of(scorer: Scorer, trajectories: Sequence[Trajectory]) -> Sequence[float | RewardError]:
-    """Return the reward of each trajectory, or its error. They are one, or siblings that are
-    scored together.
+    """Return the reward of each trajectory, or its error. They are one, or siblings that are scored together.
 
     Raises:
         RolloverError: a mistake that would affect every other sample too.

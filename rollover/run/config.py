@@ -126,8 +126,7 @@ class RunConfig:
 
     @property
     def best_metric(self) -> str:
-        """Return ``eval.metric`` under the name that evaluations give it: without the source, if there is only
-        one."""
+        """Return ``eval.metric`` under the name that evaluations give it: without the source, if there is only one."""
         names = [source.name for source in self.tasks.eval]
         return self.eval.metric.removesuffix(f"/{names[0]}") if len(names) == 1 else self.eval.metric
 
@@ -195,17 +194,6 @@ def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
     """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     if config.rollout.strategy.needs_in_flight_update and not capabilities.in_flight_update:
         raise ConfigError(no_in_flight_update(config.rollout.strategy.kind, config.engine.kind))
-    if config.rollout.strategy.overlaps_training and capabilities.is_colocated:
-        raise ConfigError(_asleep_in_training(config))
-
-
-def _asleep_in_training(config: RunConfig) -> str:
-    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full is not OnFull.KEEP)
-    return (
-        f"rollout.strategy {config.rollout.strategy.title} generates while the trainer trains, but with"
-        " engine.colocated = true the engine sleeps meanwhile: choose a strategy that stops for the trainer"
-        f" ({others}), or set engine.colocated = false"
-    )
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:
@@ -242,7 +230,12 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if rollout.strategy.needs_in_flight_update and not can.in_flight_update:
         yield no_in_flight_update(rollout.strategy.kind, config.engine.kind)
     if rollout.strategy.overlaps_training and can.is_colocated:
-        yield _asleep_in_training(config)
+        others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full is not OnFull.KEEP)
+        yield (
+            f"rollout.strategy {rollout.strategy.title} generates while the trainer trains, but with engine.colocated ="
+            " true the engine sleeps meanwhile: choose a strategy that stops for the trainer"
+            f" ({others}), or set engine.colocated = false"
+        )
     if config.deterministic and rollout.strategy.overlaps_training:
         yield (
             f"deterministic = true is impossible with rollout.strategy {rollout.strategy.title}, which trains and"

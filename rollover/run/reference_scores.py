@@ -116,6 +116,8 @@ def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, cause: str, *, 
             "If the reward compares answers, it expects another form of response, or it compares with the wrong column"
             f" or type: the row has {columns}"
         )
+        if spec.config.compares_siblings:
+            return f"{told}; its siblings were the same responses"
         return f"warning: {share}: {told}, and nothing above 0 to {tried}. {cause or unknown}"
     length = Counter(map(len, good)).most_common(1)[0][0]
     if length == 1:

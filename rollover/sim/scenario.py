@@ -173,7 +173,6 @@ class Scenario:
             max_running=self.max_running,
             max_context_tokens=sys.maxsize,
             in_flight_update=True,
-            is_colocated=self.colocated,
             prefill_tokens_per_iteration=math.inf if self.kv_on_update == "keep" else sum(rates),
         )
 

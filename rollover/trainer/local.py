@@ -25,7 +25,7 @@ from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
 from rollover.batch import Batch, TrainedStep, WasteCause
-from rollover.errors import RolloverError
+from rollover.errors import ConfigError, RolloverError
 from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
@@ -72,7 +72,8 @@ class LocalTrainer:
             from.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
-    optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there.
+    optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there, and for several
+    devices without their ranks.
     """
 
     def __init__(
@@ -89,6 +90,9 @@ class LocalTrainer:
         """True if the weights have ``version``: no step was left half done."""
         initial = resolve_model(model)
         check_suits(config, read_model_config(initial, weights=False))
+        if config.is_sharded and world.mesh is None:
+            what = f"{config.section}.num_devices and offload need ranks, which rollover.train starts"
+            raise ConfigError(f"{what}: this trainer is alone in its process")
         self._context = open_context(world, config.context_parallel)
         self._counts = self._context is None or self._context.place == 0
         """True on the one rank, among the ranks that share a row, that reports on it."""

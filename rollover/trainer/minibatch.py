@@ -134,7 +134,7 @@ def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndar
 def _turn_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> np.ndarray[Any, Any]:
     """Return the reward of each turn, ``[B, K]``, with NaN for turns that a sample lacks: what the environment gave,
     times its weight in the sample's reward. What that has beyond this was earned by all of it, and counts for its last
-    turn."""
+    turn. An opening, in which nothing was sampled, is no turn to compare."""
     table = np.full((len(trajectories), max(max(len(t.turns), 1) for t in trajectories)), np.nan)
     for row, t in enumerate(trajectories):
         given = [weights.get(t.prompt.source, 1.0) * (observation.reward or 0.0) for observation in t.observations]
@@ -142,6 +142,8 @@ def _turn_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
         assert t.reward is not None
         rewards[-1] += t.reward - sum(given)
         table[row, : len(rewards)] = rewards
+        if t.has_opening and len(rewards) > 1:
+            table[row, 0] = np.nan
     return table
 
 

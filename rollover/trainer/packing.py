@@ -125,9 +125,8 @@ class PackedRow:
     sample_T: Tensor
     """Index of the sample, among the B, to which each target belongs."""
     buckets: tuple[Tensor, ...]
-    """Attention layout: each ``[S, L]`` block lists, for S samples of similar length, the input positions of
-    prompt and response. A shorter one repeats its last position to the right, where causal attention cannot
-    look."""
+    """Attention layout: each ``[S, L]`` block lists, for S samples of similar length, the input positions of prompt and
+    response. A shorter one repeats its last position to the right, where causal attention cannot look."""
     unpad_N: Tensor
     """Index of each input position in the flattened, concatenated blocks."""
     kept: KeptSets | None = None

@@ -141,9 +141,8 @@ def run_sft(
     on_progress: Callable[[SFTProgress], None] = lambda progress: None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> dict[str, float]:
-    """Train ``config.num_steps`` steps on examples taken in order, ``config.batch_size`` a step, and write
-    the model to the folder ``output``. Prompt tokens are conditioned on and not trained. Returns the closing
-    metrics.
+    """Train ``config.num_steps`` steps on examples taken in order, ``config.batch_size`` a step, and write the model to
+    the folder ``output``. Prompt tokens are conditioned on and not trained. Returns the closing metrics.
 
     Args:
         examples: iterated over from their start each time that the warm-up begins.

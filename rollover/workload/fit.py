@@ -54,7 +54,7 @@ def fit(trace: Trace, *, seed: int = 0) -> Fit:
     data = _Data.of(trace)
     best = min((_maximum(data, drifts=drifts) for drifts in (False, True)), key=lambda found: found.criterion)
     floor = int(min(n for p in trace.prompts for i, n in enumerate(p.lengths) if i not in p.unfinished))
-    prompt_tokens = int(np.median([p.prompt_tokens for p in trace.prompts]))
+    prompt_tokens = round(float(np.mean([p.prompt_tokens for p in trace.prompts])))
     law = replace(best.law, min_tokens=floor, prompt_tokens=prompt_tokens)
     expected = [ks_distance(_resampled(trace, law, seed + i), law) for i in range(_RESAMPLES)]
     return Fit(

@@ -155,7 +155,7 @@ def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:
             prompt_id=prompt_id,
             prompt_tokens=decoded[0].num_prompt_tokens,
             lengths=tuple(sample.num_tokens for sample in decoded),
-            unfinished=frozenset(i for i, sample in enumerate(decoded) if not sample.finished),
+            unfinished=frozenset(i for i, one in enumerate(decoded) if one.is_cut_short or not one.finished),
         )
         for prompt_id, decoded in prompts.items()
     )

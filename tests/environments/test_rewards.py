@@ -78,6 +78,7 @@ def test_a_pattern_gives_its_first_group_or_the_whole_match() -> None:
     assert extract_answer("x = 1, x = 2", "pattern", r"x = (\d)") == "2"
     assert extract_answer("1 22 3x", "pattern", r"\d+") == "3"
     assert extract_answer("none", "pattern", r"\d+") is None
+    assert extract_answer("so \\boxed{5}", "pattern", r"Answer: (\d+)|boxed\{(\d+)\}") == "5"
 
 
 @pytest.mark.parametrize(

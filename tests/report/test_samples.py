@@ -78,9 +78,10 @@ def test_a_batch_is_read_with_what_was_learned_from_it(run: Path) -> None:
     turns = tuple(segment._replace(finish_reason=FinishReason.TURN) for segment in parked.segments)
     answers = (Observation((), "a", parent=0), Observation((), "b", end=FinishReason.STOP))
     begun = (turns[0]._replace(token_ids=(), rollout_logprobs=()), *turns)
-    tree = replace(parked, segments=begun, observations=(Observation((), "p"), *answers))
+    tree = replace(parked, segments=begun, observations=(Observation(ids("8+1"), "p"), *answers))
     described = [text for _, text in tree.breaks(str)]
-    assert described == ["turn 1, from the beginning: p", "turn 2, from the beginning: a", "environment: b"]
+    assert described == ["turn 2, from the beginning: a", "environment: b"]  # an opening is the prompt
+    assert tree.prompt_read(char_tokenizer()) == "8+1" and parked.prompt_read(char_tokenizer()) == "1+8"
     assert in_order(batch.samples, "length") == [parked, right]
     assert in_order(batch.samples, "reward") == [right, parked]
 

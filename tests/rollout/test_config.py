@@ -26,6 +26,12 @@ def test_a_strategy_that_the_engine_cannot_run_is_refused() -> None:
         strategy("inflight", replace(can, in_flight_update=False))
 
 
+@pytest.mark.parametrize("stray", [{"unit": "sample"}, {"top_p": 0.9}, {"max_retries": 0}])
+def test_settings_that_a_strategy_does_not_have_are_refused(stray: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(stray))} is no setting of a strategy"):
+        strategy("april", Capabilities(max_running=4, max_context_tokens=64), **stray)
+
+
 def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
     assert {*SIMULATED} - {*STRATEGIES} == {*SIMULATED_ONLY}
     for kind in SIMULATED_ONLY:

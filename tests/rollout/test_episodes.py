@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollover.rollout.events import SampleFailed, SampleScored
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 from tests.engine.fake import logprob_at, token_at
 from tests.rollout.kit import SEED, ParityScorer, Rig, content, lognormal, make_rig, play, with_stop
 from tests.segments import segment
@@ -232,10 +233,17 @@ def test_turns_are_limited_and_a_limit_ends_the_episode() -> None:
 def test_metrics_of_a_batch_describe_its_episodes() -> None:
     _, batches = play(1, "sync", environment=Game(), max_new_tokens=LIMIT)
     found, values = batches[0].trajectories, batch_metrics(batches[0])
-    assert values["episode/turns"] == sum(t.num_turns for t in found) / len(found) > 1
+    assert values["episode/turns"] == sum(len(t.turns) for t in found) / len(found) > 1
     observed = sum(len(t.response_ids) - t.num_tokens for t in found)
     assert values["episode/observed_tokens"] == observed / len(found) > 0
     assert values["episode/environment_s"] > 0
+    ask, opening = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0), Observation((5, 6), "a prompt")
+    begun = [replace(t, segments=(ask, *t.segments), observations=(opening, *t.observations)) for t in found]
+    groups = tuple(
+        replace(group, trajectories=tuple(t for t in begun if t.sample_id.group == group.group_id))
+        for group in batches[0].groups
+    )
+    assert batch_metrics(replace(batches[0], groups=groups)) == values  # nobody acts in an opening
 
 
 def test_an_engine_sees_each_turn_as_a_prompt_of_its_own() -> None:

@@ -231,7 +231,6 @@ def test_colocation_costs_the_caches_of_each_step_and_the_pause() -> None:
 
 def test_an_overlapping_strategy_cannot_be_colocated() -> None:
     scenario = one_replica(colocated=True)
-    assert scenario.capabilities.is_colocated
     with pytest.raises(ConfigError, match="generates while the trainer trains"):
         simulate(strategy_of("bounded_async", max_staleness=2), Generator(LAW), scenario, steps=2)
     with pytest.raises(ValueError, match="kv_on_update = 'keep' does not work with colocated = true"):

@@ -170,13 +170,14 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
 
     rows = sums(4)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows, split="test")}).save_to_disk(tmp_path / "saved")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
     lines = opened(jsonl(tmp_path / "a.jsonl", *rows))
     for config in (
         ParquetConfig(name="file", path=str(tmp_path / "a.parquet"), reward=EXACT),
         HubConfig(name="file", path=str(tmp_path / "saved"), split="test", reward=EXACT),
-        HubConfig(name="file", path=str(tmp_path / "one"), reward=EXACT),
+        HubConfig(name="file", path=str(tmp_path / "one"), split="any", reward=EXACT),
+        HubConfig(name="file", path=str(tmp_path / "saved" / "test"), reward=EXACT),
     ):
         assert [opened(config).prompt(i) for i in range(5)] == [lines.prompt(i) for i in range(5)]
 
@@ -343,9 +344,13 @@ def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
 def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(sums(1))}).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(sums(1), split="test")}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="has no split 'train'; it has: test"):
         opened(HubConfig(name="file", path=str(tmp_path / "saved"), reward=EXACT))
+    with pytest.raises(DataError, match="has no split 'eval'; it has: test"):
+        opened(HubConfig(name="file", path=str(tmp_path / "saved" / "test"), split="eval", reward=EXACT))
+    with pytest.raises(DataError, match="keeps no subsets: leave subset out"):
+        opened(HubConfig(name="file", path=str(tmp_path / "saved"), split="test", subset="easy", reward=EXACT))
 
     def offline(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("no route to the hub\nand more")

@@ -193,10 +193,10 @@ def test_rewards_of_turns_stand_beside_their_tokens_and_have_the_same_sum() -> N
     )
     assert data.turns_BK is not None and data.turn_T is not None
     torch.testing.assert_close(data.turns_BK.nansum(1), data.rewards_B)
-    given = [0.0, *[0.1 * 0.5] * first.num_turns][: first.num_turns]
+    given = [0.1 * 0.5] * (first.num_turns - 1)
     given[-1] += 4.0 - sum(given)
-    assert data.turns_BK[0, : first.num_turns].tolist() == given
+    assert data.turns_BK[0, 1 : first.num_turns].tolist() == given
     for place, trajectory in enumerate(siblings):
-        assert (~data.turns_BK[place].isnan()).sum() == trajectory.num_turns
+        assert (~data.turns_BK[place].isnan()).sum() == trajectory.num_turns - trajectory.has_opening
         turns = data.turn_T[data.sample_T == place].tolist()
         assert turns == [turn for turn, ids in enumerate(trajectory.turns) for _ in ids]

@@ -68,6 +68,12 @@ def test_advantages_are_computed_on_the_cpu(folder: Path, monkeypatch: pytest.Mo
     assert {*map(id, tensors)} <= {*map(id, moved)}
 
 
+@pytest.mark.parametrize("settings", [{"num_devices": 2}, {"offload": True}])
+def test_a_trainer_alone_in_its_process_refuses_several_devices(folder: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="alone in its process"):
+        make_trainer(folder, **settings)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr-grpo", "rloo", "reinforce++"])
 def test_any_split_of_the_batch_gives_the_same_gradient(folder: Path, algorithm: str) -> None:
     def run(budget: int, exact: bool) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -7,10 +7,9 @@ Invariants: each chunk has one policy version (a weight load flushes what was sa
 failed call leaves nothing behind but cached blocks that can be evicted; the host waits for the device once per
 iteration.
 
-Numerics: a token and its log-prob depend on its prefix, seed and weights, up to rounding: matrix products
-of another batch size, or a cache computed by prefill instead of decode, may differ in the last bits (1e-6
-in float32), which changes a sampled token only when its random number falls that close to the border
-between two tokens.
+Numerics: a token and its log-prob depend on its prefix, seed and weights, up to rounding: matrix products of another
+batch size, or a cache computed by prefill instead of decode, may differ in the last bits (1e-6 in float32), which
+changes a sampled token only when its random number falls that close to the border between two tokens.
 """
 
 from __future__ import annotations
@@ -128,7 +127,6 @@ class EngineCore:
             in_flight_update=True,
             seeded=True,
             number_format=str(sizing.dtype_of(self._config)).removeprefix("torch."),
-            is_colocated=self._config.colocated,
             prefill_tokens_per_iteration=self._prefill_tokens_per_iteration,
         )
 

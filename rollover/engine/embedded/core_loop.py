@@ -49,8 +49,7 @@ class CoreLoop(Protocol):
 class ThreadLoop:
     """Runs the core ahead of its consumers; the default.
 
-    Consumes commands; produces calls on the event loop; waits for a command or, unless paused, for an open
-    call.
+    Consumes commands; produces calls on the event loop; waits for a command or, unless paused, for an open call.
     """
 
     def __init__(self, core: EngineCore, deliver: Deliver, fail: Fail) -> None:
@@ -131,13 +130,12 @@ class ThreadLoop:
 class LockstepLoop:
     """Runs the core on the event loop, one iteration per callback, and waits for its consumers.
 
-    The law: an iteration starts only when every chunk delivered so far has been processed, that is, when the
-    consumer of each has asked its iterator for the next one, or has closed it. A consumer that holds a
-    chunk, awaiting a reward, say, holds the engine. Calls, aborts and weight loads made meanwhile take
-    effect at once, in the order they are made, so before the next iteration. An idle engine starts after
-    the loop's current turn: the calls of all tasks created in one turn are in the first batch. No clock and
-    no thread has a say, so the same program over the same weights gives the same interleaving, chunk for
-    chunk.
+    The law: an iteration starts only when every chunk delivered so far has been processed, that is, when the consumer
+    of each has asked its iterator for the next one, or has closed it. A consumer that holds a chunk, awaiting a reward,
+    say, holds the engine. Calls, aborts and weight loads made meanwhile take effect at once, in the order they are
+    made, so before the next iteration. An idle engine starts after the loop's current turn: the calls of all tasks
+    created in one turn are in the first batch. No clock and no thread has a say, so the same program over the same
+    weights gives the same interleaving, chunk for chunk.
     """
 
     def __init__(self, core: EngineCore, deliver: Deliver, fail: Fail) -> None:

@@ -33,9 +33,8 @@ class _Stream:
 
 
 class EmbeddedEngine:
-    """Implements ``Engine`` and ``WeightTarget``. Used from one event loop at a time; the core's thread
-    lives until ``close``. ``load`` does not insist on a pause: weights change between two iterations
-    anyway.
+    """Implements ``Engine`` and ``WeightTarget``. Used from one event loop at a time; the core's thread lives until
+    ``close``. ``load`` does not insist on a pause: weights change between two iterations anyway.
 
     Example: ``EmbeddedEngine.from_folder(Path("qwen3-0.6b"), EmbeddedConfig())`` serves the model in that folder as
     version 0.

@@ -1,2 +1,1 @@
-"""Engines behind HTTP: a client with deadlines, calls that stream, servers that are started and
-stopped."""
+"""Engines behind HTTP: a client with deadlines, calls that stream, servers that are started and stopped."""

@@ -67,7 +67,6 @@ class ServerEngine:
             max_running=config.running(client.url),
             max_context_tokens=model.max_context_tokens,
             in_flight_update=traits.keeps_calls,
-            is_colocated=config.colocated,
             seeded=traits.is_seeded,
             number_format=model.dtype or "unknown",
             prefill_tokens_per_iteration=math.inf if traits.keeps_kv else GPU_PREFILL_TOKENS,

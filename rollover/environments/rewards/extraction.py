@@ -46,7 +46,7 @@ class ExtractionSettings(AnswerSettings):
     the last ``####``, to the end of its line. ``last_line``: the last line that is not empty. ``whole``: everything.
     ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one."""
     answer_pattern: str | None = None
-    """Regular expression; its first group (or the whole match) is the answer. Only for ``pattern``."""
+    """Regular expression; its first group that matches (or the whole match) is the answer. Only for ``pattern``."""
 
     def __post_init__(self) -> None:
         RewardSettings.__post_init__(self)
@@ -88,8 +88,12 @@ def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> st
             matches = list(re.finditer(pattern, text))
             if not matches:
                 return None
-            last = matches[-1]
-            return ((last.group(1) if last.re.groups else last.group(0)) or "").strip()
+            return captured(matches[-1]).strip()
+
+
+def captured(match: re.Match[str]) -> str:
+    """Return the first group that has matched something; the whole match if the pattern has no group."""
+    return next(filter(None, match.groups() if match.re.groups else [match[0]]), "")
 
 
 def reference_answer(spec: RewardSpec, columns: Mapping[str, Any]) -> Any:

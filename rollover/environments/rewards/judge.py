@@ -26,7 +26,7 @@ import httpx
 from rollover.environments.columns import joined, read_column, read_conversation, text_of
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue, read_rewards
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
-from rollover.environments.rewards.extraction import reference_answer
+from rollover.environments.rewards.extraction import captured, reference_answer
 from rollover.environments.user_function import import_function, import_in_run
 from rollover.errors import DataError, RewardError
 from rollover.privacy import HIDDEN, make_private
@@ -287,7 +287,7 @@ class JudgeReward:
             matches = list(re.finditer(config.pattern or _PATTERN, reply))
             if not matches:
                 raise RefusedReward(f"the judge's reply has no score: {self._shown(reply[-200:])}")
-            value = _number(matches[-1][1 if matches[-1].re.groups else 0])
+            value = _number(captured(matches[-1]))
         for number in value.values() if isinstance(value, dict) else () if value is None else (value,):
             if not config.range[0] <= number <= config.range[1]:
                 raise RefusedReward(f"the judge's score of {number:g} is outside reward.range {list(config.range)}")

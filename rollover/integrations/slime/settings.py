@@ -1,7 +1,6 @@
 """The settings of a run inside slime: its flags, and the user's table ``rollover`` in ``--custom-config-path``.
 
-Invariants: a flag of slime that would have no effect is refused, and so is a setting that slime's flags
-determine.
+Invariants: a flag of slime that would have no effect is refused, and so is a setting that slime's flags determine.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ task                  waits for                                   is unblocked b
 ... after a failure   time                                        time, which doubles; another head
 ====================  ==========================================  ==============================================
 
-Invariants: at most one switch is in flight, and the newest head comes after it, however many there were; a
-failed fetch or load changes nothing; within an epoch, versions do not go back; what no further try would change ends
-the worker.
+Invariants: at most one switch is in flight, and the newest head comes after it, however many there were; a failed fetch
+or load changes nothing; within an epoch, versions do not go back; what no further try would change ends the worker.
 """
 
 from __future__ import annotations

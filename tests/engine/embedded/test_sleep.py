@@ -90,7 +90,6 @@ def test_recordings_do_not_keep_a_runner_alive(folder: Path) -> None:
 @pytest.mark.parametrize("lockstep", [False, True])
 async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
     async with opened(folder, lockstep=lockstep, colocated=True) as engine:
-        assert engine.capabilities.is_colocated
         await engine.sleep()
         call = asyncio.create_task(collect(engine, request("a")))
         await engine.pause()

@@ -1,8 +1,7 @@
 """The HTTP side of a server: reads bodies, calls the engine, writes answers and streams.
 
-Invariants: nothing is done for a request without the API key, if there is one, nor for a request that a page of
-the web could have a browser send; a client that goes away ends its call; whatever fails is one message, never a
-traceback.
+Invariants: nothing is done for a request without the API key, if there is one, nor for a request that a page of the web
+could have a browser send; a client that goes away ends its call; whatever fails is one message, never a traceback.
 """
 
 from __future__ import annotations

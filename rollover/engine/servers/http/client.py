@@ -1,5 +1,4 @@
-"""HTTP calls to one inference server, each with a deadline and each failure an ``EngineError`` that names the
-server.
+"""HTTP calls to one inference server, each with a deadline and each failure an ``EngineError`` that names the server.
 
 Invariants: no call waits for ever and none takes more memory than an answer needs, whatever the server does;
 the API key leaves this process in the ``Authorization`` header only, to the server that the config names, and never in
@@ -48,11 +47,9 @@ def meant_for(kind: str, servers: str) -> Iterator[None]:
 
 
 class Patience:
-    """The deadline of one streaming call: moved on by each sign of life, suspended while the server is
-    paused.
+    """The deadline of one streaming call: moved on by each sign of life, suspended while the server is paused.
 
-    An async context manager; ``TimeoutError`` leaves it when the deadline passes. ``what`` says what was
-    waited for.
+    An async context manager; ``TimeoutError`` leaves it when the deadline passes. ``what`` says what was waited for.
     """
 
     def __init__(self, *, first_s: float, between_s: float) -> None:

@@ -28,8 +28,7 @@ from rollover.weights.base import WeightTarget
 logger = logging.getLogger(__name__)
 
 AFFINITY_SLACK = 0.25
-"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
-sibling."""
+"""Share of its capacity by which a member may be fuller than the emptiest one and still get its sibling."""
 _MAX_KEYS = 8192
 _MAX_STOPPED_CALLS = 5
 """Calls in a row that a member may end before their end without being asked to."""
@@ -270,7 +269,7 @@ class Members:
         try:
             await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                return EngineTimeout(f"{member.name} was taken out")
+                return EngineTimeout(member.reason or f"{member.name} was taken out, and is back")
             done.result()
         except EngineError as e:
             return e

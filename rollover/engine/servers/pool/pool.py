@@ -106,7 +106,6 @@ class EnginePool:
             keeps_kv_on_abort=len(each) == 1 and each[0].keeps_kv_on_abort,
             in_flight_update=all(c.in_flight_update for c in each),
             seeded=all(c.seeded for c in each),
-            is_colocated=any(c.is_colocated for c in each),
             number_format=each[0].number_format,  # one model, one config
             prefill_tokens_per_iteration=sum(c.prefill_tokens_per_iteration for c in each),
         )

@@ -57,8 +57,7 @@ class ServerProcess:
     async def start(self) -> None:
         """Start it and return when it is ready.
 
-        Raises ``EngineError`` when it exits before, ``EngineTimeout`` when it takes too long; it is stopped
-        then.
+        Raises ``EngineError`` when it exits before, ``EngineTimeout`` when it takes too long; it is stopped then.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         make_private(self._log)  # servers print their arguments

@@ -13,8 +13,7 @@ from rollover.settings.changes import Changeable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMConfig(ServerConfig):
-    """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode
-    processed_logprobs`."""
+    """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode processed_logprobs`."""
 
     memory_share_argument: ClassVar[str | None] = "--gpu-memory-utilization"
 

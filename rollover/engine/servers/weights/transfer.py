@@ -1,10 +1,9 @@
 """Weights sent into the memory of servers, by whoever holds them; the same flow for every kind of server.
 
 Sender and servers work through the same buckets, each at its own pace: the sender gathers a bucket and broadcasts it to
-all, a server is told of it and receives it. Invariants: a group lives for one update, so a server that has been
-started again, or that failed in the middle, needs no special case; all sides are waited for together, and when one
-fails the others are not waited for; a session and a group that were begun are ended, whatever happens; every wait has a
-deadline.
+all, a server is told of it and receives it. Invariants: a group lives for one update, so a server that has been started
+again, or that failed in the middle, needs no special case; all sides are waited for together, and when one fails the
+others are not waited for; a session and a group that were begun are ended, whatever happens; every wait has a deadline.
 """
 
 from __future__ import annotations

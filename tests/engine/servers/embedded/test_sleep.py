@@ -23,7 +23,6 @@ SMALL = replace(ENGINE, kv_cache_bytes=2**21, max_context_tokens=1024)
 async def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path, transfer: str) -> None:
     with serving(folder, SMALL) as url:
         async with opened(url, folder, colocated=True, weight_transfer=transfer) as engine:
-            assert engine.capabilities.is_colocated
             before = tokens(await collect(engine, request("a", seed=5)))
             await engine.sleep()
             assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:0:asleep"

@@ -65,7 +65,6 @@ async def test_weights_come_between_their_memory_and_that_of_the_cache(
     kind: ModuleType, folder: Path, new: Path
 ) -> None:
     async with kind.serving(folder, colocated=True) as (engine, server):
-        assert engine.capabilities.is_colocated
         await engine.sleep()
         assert story(server) == ["stand still", "label", "release"]
         assert server.version == f"rollover:{RUN}:0:asleep" and server.asleep

@@ -106,7 +106,7 @@ async def test_a_program_that_is_lost_is_told_the_recorded_replies() -> None:
     async with acting("counts") as actor:
         first = await actor.act(episode(), 0.0)
         second = await actor.act(episode("ab", answers=[first]), 0.0)
-    async with acting("counts", turn_timeout_s=3.0) as actor:
+    async with acting("counts", turn_timeout_s=30.0) as actor:
         assert await actor.act(episode("ab", answers=[first]), 0.0) == second
         actor.leave(SampleId(0, 0))
         third = await actor.act(episode("ab", "c", answers=[first, second]), 0.0)

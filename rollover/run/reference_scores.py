@@ -109,6 +109,8 @@ def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, cause: str, *, 
     extract = f", extract = {spec.config.extract!r}," if isinstance(spec.config, ExtractionSettings) else ""
     told = f"reward {spec.component or spec.config.label}{extract} gives {_given(trials[0][0])}"
     share = f"{len(good)} of {len(trials)} reference answers score above 0"
+    if not good and spec.config.compares_siblings:
+        return f"{told}; its siblings were the same responses"
     if not good:
         tried = ", ".join(_shown(text) for text, _ in trials[0][1:])
         columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in first.columns.items())
@@ -116,8 +118,6 @@ def _told(trials: list[_Trial], spec: RewardSpec, first: Prompt, cause: str, *, 
             "If the reward compares answers, it expects another form of response, or it compares with the wrong column"
             f" or type: the row has {columns}"
         )
-        if spec.config.compares_siblings:
-            return f"{told}; its siblings were the same responses"
         return f"warning: {share}: {told}, and nothing above 0 to {tried}. {cause or unknown}"
     length = Counter(map(len, good)).most_common(1)[0][0]
     if length == 1:

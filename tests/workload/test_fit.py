@@ -33,6 +33,12 @@ def test_parameters_are_recovered_though_the_cap_hides_the_tail(name: str) -> No
     assert sum(v**2 for v in off.values()) < 18.5  # chi-squared with 4 degrees of freedom, 99.9%
 
 
+def test_prompts_have_the_mean_length_of_the_traces() -> None:
+    trace = drawn(PRESETS["light-8k"], 50)
+    long = tuple(replace(p, prompt_tokens=10_000 if i % 5 == 0 else 100) for i, p in enumerate(trace.prompts))
+    assert fit(replace(trace, prompts=long)).law.prompt_tokens == 2080
+
+
 def test_samples_cut_off_before_their_end_do_not_shorten_the_law() -> None:
     whole = drawn(LAW, 500, seed=5)
     rng = np.random.default_rng(0)

@@ -70,6 +70,15 @@ def test_the_prompt_of_an_episode_that_its_environment_begins_is_the_opening(tmp
     assert read_run(run).prompts == (TracePrompt(prompt_id="a", prompt_tokens=4, lengths=(8,)),)
 
 
+@pytest.mark.parametrize("by", ["tokens", "turns"])
+def test_the_length_of_an_episode_that_reached_a_limit_is_a_lower_bound(tmp_path: Path, by: str) -> None:
+    answer = Observation((9,), "user", end=FinishReason.LENGTH if by == "turns" else None)
+    events = (opened(0, "a"), ended(0, 0, 6, FinishReason.TURN), Observed(0.5, SampleId(0, 0), answer))
+    last = (ended(0, 0, 2, FinishReason.LENGTH),) if by == "tokens" else ()
+    (prompt,) = read_run(run_of(tmp_path / "run", *events, *last)).prompts
+    assert prompt.lengths == (8 if last else 6,) and prompt.unfinished == {0}
+
+
 def test_dropped_samples_count_and_a_prompt_drawn_again_is_the_same(tmp_path: Path) -> None:
     run = run_of(
         tmp_path / "run",

@@ -116,6 +116,7 @@ def test_the_table_shows_whole_columns_of_every_setting(found: Study, width: int
         line = next(line for line in printed.splitlines() if cells[0] in line)
         for place in map(HEAD.index, ("gain", "batch", "wasted", "length")):
             assert f" {cells[place]} " in line, point
+        assert cells[HEAD.index("length")] == "1.00" or point != found.sync, "lengths are relative to sync"
     assert "…" not in printed
     assert ("a wider terminal" in printed) == (width < 200)
     assert all(name.format(unit=found.setup.unit) in printed for name in HEAD), "what is left out is named"

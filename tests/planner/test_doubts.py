@@ -68,10 +68,10 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     assert both.idle == {"h100-sxm": 4}
     assert {node for pipeline in both.placement.training for node in pipeline.nodes} <= {0}
     assert not [binding for binding in both.solution.bindings if binding.row == "stock"], "half of it is free"
-    said = (
-        "Idle: 4 × h100-sxm; no plan that uses them was found to be better. Not renting them saves 10.76 USD per hour."
-    )
-    assert said in sentences(both)
+    limited = replace(both, problem=replace(both.problem, budget_per_hour=50.0))
+    for plan, than in ((both, "better"), (limited, "better within the budget")):
+        idle = f"Idle: 4 × h100-sxm; no plan that uses them was found to be {than}. Not renting them saves 10.76 USD per"
+        assert f"{idle} hour." in sentences(plan)
 
 
 def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys  # noqa: F401
 import time
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +27,15 @@ def add(a: int, b: int) -> int:
         b: the second
     """
     return a + b
+
+
+class Way(Enum):
+    UP = "up"
+    DOWN = "down"
+
+
+def move(by: int, way: Way = Way.UP, speed: float = 1, at: dict[str, list[int] | None] | None = None, word: str = ""):
+    return f"{by!r} {way.name} {speed!r} {at} {word!r}"
 
 
 def unexplained(x: int) -> int:

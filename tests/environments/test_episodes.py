@@ -20,7 +20,7 @@ from rollover.errors import DataError
 from tests.environments.games import LOOPS, Session
 
 HERE = "tests.environments.games"
-TOOLS = ToolsConfig(functions=(f"{HERE}:add", f"{HERE}:give"))
+TOOLS = ToolsConfig(functions=(f"{HERE}:add", f"{HERE}:give", f"{HERE}:move"))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -59,6 +59,12 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
         (f"so {call('add', a=1, b=2)} and {given('asyncio.sleep(0, 4)')}", ["3", "4"]),
         (call("add", a=1), ["Error: TypeError: add() missing 1 required positional argument: 'b'"]),
         (call("ad", a=1, b=2), ["Error: there is no tool 'ad'; did you mean 'add'?"]),
+        (call("move", by="3", way="down", speed=2, at={"a": ["1", 2.0]}, word="3"), ["3 DOWN 2.0 {'a': [1, 2]} '3'"]),
+        (call("move", by=3.0, speed="-0.5", at='{"a": null}'), ["3 UP -0.5 {'a': None} ''"]),
+        (call("move", by="three"), ["Error: TypeError: argument 'by': Input should be a valid integer, unable to"]),
+        (call("move", by=1, way="left"), ["Error: TypeError: argument 'way': Input should be 'up' or 'down', got 'l"]),
+        (call("move", by=1, word=3), ["Error: TypeError: argument 'word': Input should be a valid string, got 3"]),
+        (call("move", by=1, at={"a": [0.5]}), ["Error: TypeError: argument 'at': Input should be a valid integer, g"]),
         ("<tool_call>{nonsense}</tool_call>", ["Error: the call is no JSON"]),
         ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', ["Error: the arguments of the call are no"]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', ["3"]),

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from rollover.environments.episodes.arguments import fitted
 from rollover.environments.episodes.base import (
     Action,
     EnvironmentSettings,
@@ -61,7 +62,8 @@ class ToolsConfig(EnvironmentSettings):
     functions: tuple[str, ...]
     """``"module:function"`` of each tool, sync or async. What the function returns is the tool's answer: a text as it
     is, a dataclass by its fields, anything else as JSON. An exception is an answer too. The chat template gets name,
-    parameters and docstring of each: annotate and describe (Google style) every parameter."""
+    parameters and docstring of each: annotate and describe (Google style) every parameter. An argument has the
+    annotated type, or the answer says that it has not."""
     parser: str = "hermes"
     """Way in which calls are read in a turn, after its thoughts (``</think>``): ``hermes`` (``<tool_call>{"name": ...,
     "arguments": ...}</tool_call>``), ``json`` (the turn, or each block of code in it, is such an object or a list of
@@ -153,7 +155,7 @@ class Tools(LiveEpisode):
         if function is None:
             return f"Error: there is no tool {call.name!r}{nearest(call.name, self._functions)}"
         try:
-            value = function(**call.arguments)
+            value = function(**fitted(function, call.arguments))
             return _later(value) if inspect.isawaitable(value) else _text(value)
         except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the tool
             return f"Error: {type(error).__name__}: {error}"

@@ -1,0 +1,48 @@
+"""Checks the arguments of a call against the annotations of the tool, from which its description is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+
+def fitted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call in the types that ``function`` wants. What pydantic converts may stand for a
+    value, and a text for the value that it is the JSON of.
+
+    Example: for ``def add(a: int, b: int)``, ``{"a": "3", "b": 4.0}`` becomes ``{"a": 3, "b": 4}``.
+
+    Raises:
+        TypeError: an argument has another type, which the message says to the model.
+    """
+    wanted = _adapters(function)
+    return {name: _fit(name, value, wanted[name]) if name in wanted else value for name, value in arguments.items()}
+
+
+def _fit(name: str, value: Any, wanted: TypeAdapter[Any]) -> Any:
+    try:
+        return wanted.validate_python(value)
+    except ValidationError as error:
+        if isinstance(value, str):
+            with suppress(ValidationError):
+                return wanted.validate_json(value)
+        errors = error.errors(include_url=False, include_context=False)
+        why = " or ".join(dict.fromkeys(f"{found['msg']}, got {found['input']!r:.80}" for found in errors[:4]))
+        raise TypeError(f"argument {name!r}: {why}") from None
+
+
+@lru_cache(maxsize=1024)
+def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
+    """Return what checks each argument, if its annotation is a type that pydantic knows."""
+    found = {}
+    with suppress(Exception):  # Python knows no parameters, or cannot evaluate their annotations
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+            if parameter.annotation is not parameter.empty:
+                with suppress(Exception):
+                    found[name] = TypeAdapter(parameter.annotation)
+    return found

@@ -45,6 +45,7 @@ def test_no_text_of_a_token_shows_its_secret() -> None:
         TOKEN.text.replace(".", ":"),
         "rw1.a.b.c",
     ],
+    ids=range(7),
 )
 def test_what_is_no_token_is_refused_without_being_repeated(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -189,7 +189,7 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
         ("text", "it sent a text frame, but all frames are binary"),
         (encode(0, head(1)), "cannot be read"),
         (b"\x00\x81\xa5lease\xa2\xff\xfe", "cannot be read: Expected `int`"),
-        (encode(0, CallFailed(call_id="a", reason="?????")).replace(b"?????", b"\xff" * 5), "codec can't decode"),
+        (encode(0, CallFailed(call_id="a", reason="?????")).replace(b"?????", b"\xff" * 5), "cannot be read: "),
         (encode(0, structs.replace(IDLE, num_held=-1)), "Expected `int` >= 0 - at `$.message.num_held`"),
         (encode(0, structs.replace(HELLO, held=(HELD,) * (MAX_HELD_CALLS + 1))), "<= 16384 - at `$.message.held`"),
         (encode(0, structs.replace(HELLO, served=(head(1),) * (MAX_SERVED + 1))), "<= 64 - at `$.message.served`"),

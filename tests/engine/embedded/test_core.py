@@ -257,7 +257,7 @@ def test_under_keep_recorded_logprobs_belong_to_neither_version(folder: Path) ->
     response, recorded = calls.tokens("a#0"), calls.logprobs("a#0")
     cache = old(input_ids=torch.tensor([PROMPT + response[:14]]), use_cache=True).past_key_values
     with torch.no_grad():  # transformers' new weights over transformers' old cache
-        logits = new(input_ids=torch.tensor([response[14:-1]]), past_key_values=cache, use_cache=True).logits
+        logits = new(torch.tensor([response[14:-1]]), None, None, cache, use_cache=True).logits
         table = logits[0].log_softmax(-1)
     mixed = [float(row[token]) for row, token in zip(table, response[15:], strict=True)]
     assert recorded[15:] == pytest.approx(mixed, abs=1e-4)

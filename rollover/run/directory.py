@@ -122,7 +122,10 @@ class RunDir:
         same = {"every_steps", "keep_best", "patience", "metric", "workers", "retries", "samples_per_prompt", "k"}
         same |= {"concurrency", "api_key_env", "threads", "max_memory_gib", "weight"}
         same |= {"path"} if config.tasks.keep_eval_out else set()  # its rows are compared then
-        changed = _differing(derived_config(self.path), config)
+        before, sets = derived_config(self.path), ("eval", "sets")
+        changed = [key for key in _differing(before, config) if key[:2] != sets]
+        for name in sorted({*before.eval.sets, *config.eval.sets}):  # a table that comes or goes may repeat [eval]
+            changed += [(*sets, name, *key) for key in _differing(before.eval.of(name), config.eval.of(name))]
         users = {"params", "config"}  # tables whose keys are a user's own
         names = [[part for part in key if isinstance(part, str)][-1] for key in changed]
         measures = [k for k, name in zip(changed, names, strict=True) if name not in same or users & {*k}]

@@ -117,7 +117,10 @@ def test_settings_that_change_what_evaluations_measure_are_named(tmp_path: Path)
     other += ("--tasks.eval.0.reward.timeout_s", "9")
     measures = [f"tasks.eval.0.{key}" for key in ("config.k", "reward.pass_score", "reward.timeout_s")]
     measures = ["eval.sets.k.top_p", *measures]
-    for changes, named in ((same, []), ((*same, *other), measures)):
+    new = ("--eval.sets.long.k", "[1]", "--eval.sets.long.temperature", "1.0")
+    warm = (*new, "--eval.sets.long.temperature", "0.5")
+    cases = ((same, []), ((*same, *other), measures), (new, []), (warm, ["eval.sets.long.temperature"]))
+    for changes, named in cases:
         config, run = directory.open_for_resume(tmp_path, changes)
         with run:
             assert sorted(run.changed_measure(config)) == named

@@ -20,7 +20,7 @@ from rollover.errors import ConfigError, DataError, RunError
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.run import directory, signals
+from rollover.run import directory, layout, signals
 from rollover.run.building import variant
 from rollover.run.config import RunConfig, check_context
 from rollover.run.directory import RunDir
@@ -169,7 +169,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:
-    """Run each variant in a directory of its own below ``run``; one that is done only opens."""
+    """Run each variant in a directory of its own below ``run``; one that is done is passed over."""
     from rollover.hf.config import max_context
     from rollover.report.comparison import compare_table
     from rollover.report.record import read_run
@@ -188,10 +188,27 @@ def _compare(config: RunConfig, run: RunDir) -> None:
         directory.check_changes(path, directory.saved_config(path), wanted[path])
     run.settle()
     for path, each in wanted.items():
+        if _is_done(each, path):
+            progress.result(f"variant {path.name} is done; for more: {run.resume_command} --steps N")
+            continue
         progress.message(f"variant {path.name}")
         with directory.reopen(each, path) if directory.is_run(path) else directory.create(each, path) as opened:
             _train(each, opened, resume=run.resume_command)
     progress.console.print(compare_table([read_run(path) for path in wanted]))
+
+
+def _is_done(config: RunConfig, path: Path) -> bool:
+    """Return whether nothing is left to train, and nothing to evaluate, of a run in ``path``."""
+    from rollover.report.metrics import read_metrics
+    from rollover.run.best import Scores
+    from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
+
+    if (checkpoint := latest_checkpoint(path / layout.CHECKPOINTS)) is None:
+        return False
+    version, rows = read_manifest(checkpoint).version, read_metrics(path)
+    is_measured = not config.tasks.eval or any(row.kind == "eval" and row.step == version for row in rows)
+    patience, scores = config.eval.patience, Scores(config.best_metric, rows)
+    return is_measured and (version >= config.steps or 0 < patience <= scores.num_since_best)
 
 
 async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> Any:

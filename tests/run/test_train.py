@@ -280,7 +280,7 @@ def test_the_checkpoint_that_is_kept_has_the_weights_that_were_measured(experime
 
 def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = '[variants.plain.rollout]\nstrategy = "sync"\n[variants.rolling.rollout]\nstrategy = "april"\n'
-    Path("run.toml").write_text(runs.CONFIG + variants)
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN + variants)
     run = train("--steps", "2")
     assert "plain" in (table := capsys.readouterr().out) and "rolling" in table
     assert "</html>" in (run / "plain" / "report.html").read_text()
@@ -289,6 +289,15 @@ def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsy
     assert all(first[0][i].token_ids == first[1][i].token_ids for i in both), "the same policy, prompt and noise"
     train("--resume", "out", "--steps", "3")
     assert [len(runs.batches(run / name)) for name in ("plain", "rolling")] == [3, 3]
+    metrics = run / "plain" / "metrics.jsonl"
+    measured = metrics.read_text().splitlines(keepends=True)
+    assert '"eval"' in measured.pop()
+    metrics.write_text("".join(measured))  # it was stopped in its last evaluation
+    capsys.readouterr()
+    train("--resume", "out")
+    said = capsys.readouterr().out
+    assert "variant rolling is done; for more: rollover train --resume out --steps N" in said and "rolling /" in said
+    assert "all 3 steps are done" in said and '"eval"' in metrics.read_text().splitlines()[-1]
 
 
 def test_a_variant_that_cannot_run_ends_a_comparison_before_any_trains(experiment: Path, refused: Say) -> None:

@@ -45,8 +45,9 @@ def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
 
 
 def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
-    """Return the lengths of all samples that decoded; those stopped before their end count with what they had."""
-    return tuple(s.num_tokens for s in samples if s.num_tokens)
+    """Return the lengths of all samples that decoded and go on no more; those that were given up before their end count
+    with what they had."""
+    return tuple(s.num_tokens for s in samples if s.num_tokens and (s.finished or s.waste is not None))
 
 
 def trained_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:

@@ -58,8 +58,8 @@ _LAG = (
 )
 _TOKENS = (
     "Every decoded token is trained (it had a gradient), wasted with a cause, or still alive. If the trained"
-    " lengths fall short of the generated ones, the schedule favours short answers. Mean trained over mean"
-    " generated here: {drift}."
+    " lengths fall short of the generated ones, the schedule favours short answers. Generated responses are those"
+    " that ended or were given up; parked ones go on. Mean trained over mean generated here: {drift}."
 )
 _TIME = (
     "The phases of a training step. If the first one is large, rollout is the bottleneck; the gap between"

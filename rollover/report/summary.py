@@ -72,7 +72,7 @@ class RunSummary:
     generated: LengthSummary | None
     trained: LengthSummary | None
     length_drift: float | None
-    """Mean length trained over mean length generated; 1 is no drift."""
+    """Mean length trained over mean length generated, without responses that go on; 1 is no drift."""
     phase_s: Mapping[str, float]
     """Seconds by phase; they add up to the seconds of the steps."""
     peak_memory_bytes: int | None

@@ -236,9 +236,11 @@ def test_the_account_is_the_ledgers_after_every_batch(strategy: str, seed: int) 
         assert timeline.num_reprefilled_tokens == tokens.reprefilled
 
 
-def test_lengths_of_trained_samples_leave_out_what_never_trained() -> None:
+def test_lengths_leave_out_what_goes_on_and_those_of_trained_samples_what_never_trained() -> None:
     timeline = Timeline.of(ROLLED_OVER[:11])
-    assert measures.generated_lengths(timeline.samples) == (10, 12, 13)
+    assert measures.generated_lengths(timeline.samples) == (10,)
+    given_up = SampleFailed(time_s=6.0, sample_id=SampleId(1, 0), cause=WasteCause.FAILED, reason="")
+    assert measures.generated_lengths(Timeline.of([*ROLLED_OVER[:11], given_up]).samples) == (10, 12)
     assert measures.trained_lengths(timeline.samples) == (10,)
     assert measures.lengths([10, 12, 13, 1]) == LengthSummary(mean=9.0, median=10, p95=13, max=13)
 

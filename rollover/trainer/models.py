@@ -6,6 +6,7 @@ are safetensors only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,9 @@ from rollover.hf.hub import resolve_model
 from rollover.trainer.experts import Routes, prepare_experts
 from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.proof import attention_of, prove
+
+# peft imports it, and it would warn that it lacks a kernel of layers in 4 bits.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def pick_device(name: str, section: str = "trainer") -> torch.device:

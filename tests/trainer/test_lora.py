@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def test_training_begins_with_the_model_itself(folder: Path) -> None:
     published, expected = (trainer.weights() for trainer in (lora_trainer(folder), make_trainer(folder)))
     assert list(published) == list(expected)
     assert_same(published, expected)
+
+
+def test_peft_brings_no_warning_of_kernels_that_no_adapter_uses() -> None:
+    """bitsandbytes warns when peft imports it, on processors for which there are such kernels."""
+    from bitsandbytes.backends.cpu import ops
+
+    assert not ops.logger.isEnabledFor(logging.WARNING)
 
 
 def test_adapters_alone_are_published_where_the_config_says_so(folder: Path) -> None:

@@ -40,8 +40,8 @@ class Simulation:
     """Lengths of every sample of every group that was started, in that order."""
 
     def after(self, warmup: int) -> Window:
-        """Return the run from step ``warmup`` on, as far as it consists of whole rounds; if rounds overlap, each step for
-        which something was decoded counts as one."""
+        """Return the run from step ``warmup`` on, as far as it consists of whole rounds. If rounds overlap, each step
+        for which something was decoded counts as one."""
         return Window(whole_rounds(self.steps, warmup))
 
 

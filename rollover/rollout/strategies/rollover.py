@@ -82,8 +82,8 @@ class Rollover(Strategy):
         )
 
     def round(self, view: View) -> Round:
-        """Return the round that is being collected. It changes when a batch is consumed; if rounds overlap the training,
-        also when new weights are published, which measures the pace again."""
+        """Return the round that is being collected. It changes when a batch is consumed, and with ``overlap``
+        also when weights are published, since these measure the pace."""
         younger, older = self._best(view, self.target_lag * min(1.0, view.ledger.next_step / _RAMP_STEPS))
         return older if view.statistics.lag.mean <= self.target_lag else younger
 

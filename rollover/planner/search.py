@@ -64,7 +64,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     ways = [fleet] if spec.launchable else _typings(fleet)
     for typed, nodes in ((way, nodes) for way in ways for nodes in (everything, *_parts(way))):
         part = alone(typed, nodes)
-        for inside in _forms(part) if best is None or _may_beat(spec, part, best) else ():
+        for inside in _forms(part) if _may_serve(spec, part, best) else ():
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
             try:
@@ -73,8 +73,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
             except PlanError as error:
                 refused = refused or error
     if best is None:
-        assert refused is not None
-        if spec.target_steps_per_s is None or not isinstance(refused, _NoneFound):
+        if refused is not None and (spec.target_steps_per_s is None or not isinstance(refused, _NoneFound)):
             raise refused
         fastest = make_plan(fleet, replace(spec, target_steps_per_s=None)).solution.steps_per_s
         rate = fastest * step_tokens(spec.workload)
@@ -114,6 +113,17 @@ def _forms(fleet: Fleet) -> Iterator[tuple[str, ...]]:
     for size in range(len(fleet.nodes) == 1, len(names) + 1):
         if size in (0, 1, len(names)) or len(names) <= _FEW_TYPES:
             yield from itertools.combinations(names, size)
+
+
+def _may_serve(spec: PlanSpec, part: Fleet, best: Plan | None) -> bool:
+    """Return False if it is proved that the part does not beat ``best`` or, without one, does not reach the target."""
+    if best is not None or spec.target_steps_per_s is None:
+        return best is None or _may_beat(spec, part, best)
+    try:
+        problem = fleet_problem(part, spec, _widest(part, ()))
+    except PlanError:
+        return True  # the plan itself says why there is none
+    return may_reach(problem, spec.target_steps_per_s * (1 - _COARSE))
 
 
 def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] = ()) -> bool:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from rollover.rollout.actions import ConsumeBatch as ConsumeBatch
     from rollover.rollout.actions import StartSample as StartSample
     from rollover.rollout.actions import StopAll as StopAll
+    from rollover.rollout.config import Limits as Limits
     from rollover.rollout.config import strategy as strategy
     from rollover.rollout.driver import RolloutDriver as RolloutDriver
     from rollover.rollout.journal import Journal as Journal
     from rollover.rollout.journal import restart as restart
+    from rollover.rollout.scheduler import GroupRules as GroupRules
     from rollover.rollout.scheduler import Scheduler as Scheduler
     from rollover.rollout.scheduler import Source as Source
     from rollover.rollout.scorer import Scorer as Scorer
@@ -48,7 +50,9 @@ PUBLIC_MODULES = {
     "EngineError": "errors",
     "EngineStats": "engine.base",
     "FinishReason": "types",
+    "GroupRules": "rollout.scheduler",
     "Journal": "rollout.journal",
+    "Limits": "rollout.config",
     "LocalTrainer": "trainer.local",
     "Prompt": "types",
     "RewardError": "errors",

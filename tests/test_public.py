@@ -25,7 +25,6 @@ INTERNAL = {
     "GenerateRequest": "engine.base",
     "Group": "batch",
     "Ledger": "rollout.ledger",
-    "Limits": "rollout.config",
     "OnFull": "rollout.strategy",
     "ReplicaModel": "sim.scenario",
     "Observation": "types",

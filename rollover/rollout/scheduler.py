@@ -64,7 +64,15 @@ class EachSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """The rules by which prompts are passed over and groups are compared; by default, every group is trained."""
+    """The rules by which prompts are passed over and groups are compared; by default, every group is trained.
+
+    Examples:
+        Dynamic sampling drops groups of equal rewards, and others take their place:
+
+        >>> rules = GroupRules(keep_group=lambda rewards: len({*rewards}) > 1)
+        >>> rules.keep_group([1.0, 1.0]), rules.keep_group([1.0, 0.0])
+        (False, True)
+    """
 
     keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True
     """Returns whether a group with these rewards is worth training."""

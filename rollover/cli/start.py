@@ -24,10 +24,6 @@ _QUIET = "rollover.quiet"
 """The key under which a context stores whether to print only results; the run does not remember it."""
 
 
-def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[_QUIET] = value
-
-
 _OPTIONS = (
     click.option(
         "--run-dir",
@@ -43,7 +39,7 @@ _OPTIONS = (
         "-q",
         is_flag=True,
         expose_value=False,
-        callback=_be_quiet,
+        callback=lambda ctx, param, value: ctx.meta.update({_QUIET: value}),
         help="Print only the result and errors, no progress.",
     ),
 )

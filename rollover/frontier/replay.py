@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.record import JOURNAL, read_config, read_timeline
 from rollover.report.throughput import TRAINED
-from rollover.report.timeline import SampleTrace, Timeline
+from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.lag import LagOf
@@ -82,6 +83,8 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
     reward = Latency(base_s=reward_s)
+    document = toml.Document(name="algorithm", data=config.get("algorithm") or {})
+    algorithm = resolve(schema.build(AlgorithmConfig, document))
     engine, device = config.get("engine") or {}, (config.get("engine") or {}).get("device")
     one_device = engine.get("kind") == "embedded" and (config.get("trainer") or {}).get("device", device) == device
     return Recorded(
@@ -100,7 +103,7 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
         takes_turns=config["meta"].get("takes_turns", one_device),
-        lag_of="group" if _averages_sequences(config) else "batch",
+        lag_of="group" if algorithm.aggregation.startswith("seq-mean") else "batch",
         notes=(
             how,
             f"Trainer: {1e6 * trainer.s_per_token:.1f} µs per trained token, rewards {1000 * reward.base_s:.1f} ms"
@@ -132,12 +135,6 @@ def _turns(timeline: Timeline) -> tuple[Turns | None, list[str]]:
     ]
 
 
-def _averages_sequences(config: dict[str, Any]) -> bool:
-    """Return whether the loss of the run gives each response the same weight in its batch."""
-    document = toml.Document(name="algorithm", data=config.get("algorithm") or {})
-    return resolve(schema.build(AlgorithmConfig, document)).aggregation.startswith("seq-mean")
-
-
 def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:
     document = toml.Document(name=f"{path / 'config.json'}: rollout", data=config.get("rollout") or {})
     rollout = schema.build(SimulatedRollout, document)
@@ -152,10 +149,10 @@ def _replica(
     path: Path, timeline: Timeline, config: dict[str, Any], rows: Sequence[MetricRow], num_prompt_tokens: int
 ) -> tuple[ReplicaModel, str]:
     timed = [
-        (span.start_s, span.end_s, span.num_tokens, _begins_call(sample, place))
+        (span.start_s, span.end_s, span.num_tokens, last is None or last.finish_reason is FinishReason.ABORT)
         for sample in timeline.samples
-        for place, span in enumerate(sample.spans)
-        if span.num_tokens and span.end_s > span.start_s
+        for last, span in pairwise((None, *sample.spans))
+        if span is not None and span.num_tokens and span.end_s > span.start_s
     ]
     found = fit_iterations(Segments.of(timed, timeline.active, timeline.end_s)) if timed else None
     if found is None:
@@ -183,10 +180,6 @@ def _replica(
         f"Engine: fitted to {len(timed):,} segments, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
         f" {prefill}; mean error {found.error:.0%}. New weights take {1000 * pause_s:.0f} ms."
     )
-
-
-def _begins_call(sample: SampleTrace, place: int) -> bool:
-    return place == 0 or sample.spans[place - 1].finish_reason is FinishReason.ABORT
 
 
 def _trainer_s(rows: Sequence[MetricRow]) -> float:

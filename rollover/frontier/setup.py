@@ -138,12 +138,6 @@ def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int
         raise ConfigError(str(error)) from None
 
 
-def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
-    """Lay the file's figures over the figures of ``known``."""
-    given = {field.name: getattr(section, field.name, None) for field in fields(known)}
-    return replace(known, **{name: value for name, value in given.items() if value is not None})
-
-
 def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:
     """Return ``count`` replicas, the last ones in the fast lane where the file asks for it. Raises ``ConfigError`` if
     none would be left for the others."""
@@ -157,7 +151,8 @@ def build_scenario(known: Scenario, file: ScenarioFile, replicas: int) -> Scenar
     """Return a scenario of ``replicas`` like the first of ``known``, which also has the values that the scenario file
     leaves open."""
     given = {key: value for key in _OF_SCENARIO if (value := getattr(file, key)) is not None}
-    model = overlaid(known.replicas[0], file.engine)
+    figures = {field.name: getattr(file.engine, field.name, None) for field in fields(ReplicaModel)}
+    model = replace(known.replicas[0], **{name: value for name, value in figures.items() if value is not None})
     try:
         return replace(known, replicas=replicas_of(model, file.engine, replicas), **given)
     except ConfigError:

@@ -85,7 +85,9 @@ def study(
         lags = [*lag_budgets, *[in_use.lag] * (is_in_use and in_use.lag > 0)]
         if not lag_budgets:
             points += bench.points("a closer look", _between(advise(points).config, points, setup))
-        points = _ordered(_at_lags(bench, points, lags))
+        points = _at_lags(bench, points, lags)
+        order = list(dict.fromkeys(name_of(p.config) for p in points))
+        points = sorted(points, key=lambda p: (order.index(name_of(p.config)), value_of(p.config) or 0.0))
         possible = [p for p in points if not is_asleep(name_of(p.config), setup)]
         advice = tuple(advise(possible, budget) for budget in budgets)
     return Study(
@@ -106,12 +108,6 @@ def theory(setup: Setup) -> StepModel:
     rows = [workload.group_lengths(i, size) for i in range(_THEORY_PROMPTS)]
     b0 = sum(r.b0 for r in setup.scenario.replicas)
     return StepModel.of_lengths(rows, batch_size=setup.rollout.rollout_batch_size, b0=b0)
-
-
-def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
-    """Sort the strategies in order of first appearance, and their settings by knob."""
-    strategies = list(dict.fromkeys(name_of(p.config) for p in points))
-    return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
 def _at_lags(bench: Bench, points: list[FrontierPoint], lags: Sequence[float]) -> list[FrontierPoint]:

@@ -92,7 +92,8 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     """
     summary = summarize(record.metrics, record.timeline, record.config)
     page = Page(f"{record.name} · Rollover")
-    page.add(header("Rollover run", record.name, run_facts(record, summary)))
+    facts = [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _NOT_SHOWN]
+    page.add(header("Rollover run", record.name, [took_text(summary), *facts]))
     page.add(alarm_list(summary.alarms))
     page.add(tiles(_key_numbers(summary)))
     _learning(page, record)
@@ -116,12 +117,6 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
 
 _NOT_SHOWN = ("datasets", "identity", "takes_turns", "knows_rewards")
 """Facts for the check of a resumed run, or for simulations, that mean nothing to a reader."""
-
-
-def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
-    facts = [took_text(summary)]
-    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _NOT_SHOWN]
-    return facts
 
 
 def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
@@ -176,7 +171,7 @@ def _timeline(page: Page, record: RunRecord) -> None:
     found = measures.windows(record.timeline, num_steps=WINDOW_STEPS, max_windows=_MAX_WINDOWS)
     origin_s = run_figures.origin_s(record)
     drawn = [gantt(record.timeline, w, origin_s=origin_s) for w in found]
-    labels = [window_label(w) for w in found]
+    labels = [f"steps {w.first_step}–{w.last_step}" if w.first_step >= 0 else "before the first step" for w in found]
     page.section(
         "Rollout timeline",
         _TIMELINE,
@@ -194,12 +189,6 @@ def _timeline(page: Page, record: RunRecord) -> None:
 def most_resumed(found: Sequence[StepWindow]) -> int:
     """Return the index of the window in which most samples were resumed, the first of several."""
     return max(range(len(found)), key=lambda i: found[i].num_resumes, default=0)
-
-
-def window_label(window: StepWindow) -> str:
-    if window.first_step < 0:
-        return "before the first step"
-    return f"steps {window.first_step}–{window.last_step}"
 
 
 def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:

@@ -256,13 +256,9 @@ def bytes_text(num_bytes: int | None) -> str:
     return "–" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
 
 
-def steps_text(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
-
-
 def took_text(s: RunSummary) -> str:
     timed = f", {s.num_timed_steps:,} of them" if 0 < s.num_timed_steps < s.num_steps else ""
-    return f"{steps_text(s.num_steps)}{timed} in {duration_text(s.loop_s)}"
+    return f"{s.num_steps:,} step{'s' * (s.num_steps != 1)}{timed} in {duration_text(s.loop_s)}"
 
 
 def duration_text(seconds: float | None) -> str:

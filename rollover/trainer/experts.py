@@ -104,17 +104,13 @@ def prepare_experts(model: Any) -> None:
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that score experts."""
-    layers = [layer for _, layer in _expert_layers(model)]
     return [
         child
-        for layer in layers
+        for _, layer in _expert_layers(model)
         for child in layer.children()
-        if child is not layer.experts and any(_scores(p, _num_experts(layer)) for p in child.parameters())
+        if child is not layer.experts
+        and any(p.ndim == 2 and p.shape[0] == _num_experts(layer) for p in child.parameters())
     ]
-
-
-def _scores(parameter: Tensor, num_experts: int) -> bool:
-    return parameter.ndim == 2 and parameter.shape[0] == num_experts
 
 
 def _expert_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -27,8 +27,7 @@ from rollover.trainer.experts import Routes, prepare_experts
 from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.proof import attention_of, prove
 
-# peft imports it, and it would warn that it lacks a kernel of layers in 4 bits.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it would warn peft of unused kernels
 
 
 def pick_device(name: str, section: str = "trainer") -> torch.device:

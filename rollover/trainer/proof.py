@@ -51,7 +51,9 @@ def prove(config: Any) -> Layout:
     Raises:
         ModelError: packed rows and padded ones differ from separate samples, or the model takes neither.
     """
-    if config.model_type in MODEL_CLASSES and not _has_windows(config.to_dict()):
+    values = config.to_dict()
+    has_windows = values.get("use_sliding_window") or {*(values.get("layer_types") or ())} - {"full_attention"}
+    if config.model_type in MODEL_CLASSES and not has_windows:
         return "packed"
     found = []
     for layout in get_args(Layout):
@@ -178,8 +180,3 @@ def _shrink_experts(small: Any) -> None:
     for key, value in most.items():
         if isinstance(getattr(small, key, None), int):
             setattr(small, key, min(value, getattr(small, key)))
-
-
-def _has_windows(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types") or ()
-    return bool(config.get("use_sliding_window") or any(kind != "full_attention" for kind in kinds))

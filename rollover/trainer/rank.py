@@ -66,7 +66,7 @@ class _Rank:
     def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
         commands: dict[str, Callable[..., Any]] = {
             "step": self._step,
-            "skip": self._skip,
+            "skip": lambda batch: self._trainer.skip(_unpickled(batch)),
             "logits": self._logits,
             "write": self._trainer.write_weights,
             "send": self._send,
@@ -84,9 +84,6 @@ class _Rank:
     def _step(self, batch: Path) -> Any:
         trained = self._trainer.step(_unpickled(batch))
         return trained if self._world.rank == 0 else None
-
-    def _skip(self, batch: Path) -> Any:
-        return self._trainer.skip(_unpickled(batch))
 
     def _logits(self, prompts: Path, folder: Path) -> None:
         logits_PV = self._trainer.next_logits(_unpickled(prompts))

@@ -153,7 +153,8 @@ def _maximum(data: _Data, *, drifts: bool) -> _Maximum:
     share_cut = len(data.log_cut) / (len(data.log_cut) + len(y))
     alone = data.num_prompts == len(data.log_cut) + len(y)  # without siblings every icc is as likely: it is taken as 0
     start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), _LOGIT_ICC[0] if alone else 0.0]
-    start += [_logit(max(share_cut / 2, 1e-3))]
+    loops = max(share_cut / 2, 1e-3)
+    start += [math.log(loops / (1 - loops))]
     start += [0.0] * drifts
     found: Any = minimize(
         lambda p: -_log_likelihood(data, p, drifts=drifts) / len(y),
@@ -229,10 +230,6 @@ def _hessian(function: Any, point: Floats, inside: list[int], step: float) -> Fl
             corners -= at((i, -step), (j, step)) - at((i, -step), (j, -step))
             hessian[a, b] = hessian[b, a] = corners / (4 * step**2)
     return hessian
-
-
-def _logit(p: float) -> float:
-    return math.log(p / (1 - p))
 
 
 def _logistic(x: float) -> float:

@@ -30,7 +30,7 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 @click.option("--group-size", type=Count(min=1), metavar="N", help="Samples per prompt; 8 by default.")
 @click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")
 @click.option("--reward-s", type=FiniteFloat(min=0), metavar="S", help="Seconds it takes to score a sample.")
-@click.option("--held-s", type=FiniteFloat(min=0), metavar="S", help="Seconds that tools take, per sample.")
+@click.option("--held-s", type=FiniteFloat(min=0), metavar="S", help="Seconds that tools take; the run's by default.")
 @click.option("--reference-model", is_flag=True, help="The loss needs the log-probs of a reference model.")
 @click.option("--keep-kv", "keeps_kv", is_flag=True, help="Engines keep their caches across weight updates.")
 @click.option(

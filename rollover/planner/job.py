@@ -20,7 +20,7 @@ from rollover.devices import model_shape as models
 from rollover.devices import workload
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model
-from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.devices.records import Device, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner.placement import engine_on_links, weight_ways, weights_link
@@ -63,7 +63,8 @@ class PlanRequest:
     reference_model: bool = False
     keeps_kv: bool = False
     reward_s: float = 0.0
-    held_s: float = 0.0
+    held_s: float | None = None
+    """Seconds that tools take per sample; if not given, those of the run that is the workload."""
     tail: Tail = "soft"
     quick: bool = False
     for_launch: bool = False
@@ -87,6 +88,7 @@ def plan(request: PlanRequest) -> None:
     fleet = _with_budget(_read_fleet(request.fleet), request)
     model = models.read_shape(request.model)
     lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens)
+    recorded_s = lengths.held_s if isinstance(lengths, Trace) else 0.0
     demand = workload.specify(
         request.workload,
         lengths,
@@ -95,18 +97,41 @@ def plan(request: PlanRequest) -> None:
         reference_model=request.reference_model,
         keeps_kv=request.keeps_kv,
         reward_s=request.reward_s,
-        held_s=request.held_s,
+        held_s=recorded_s if request.held_s is None else request.held_s,
     )
-    spec = _spec(request, model, demand)
+    spec = PlanSpec(
+        model=model,
+        workload=demand,
+        max_staleness=request.max_staleness,
+        target_steps_per_s=None if request.target is None else request.target / step_tokens(demand),
+        tail=request.tail,
+        launchable=(request.server or "vllm") if request.for_launch else None,
+    )
     with console.status("planning"):
-        made = make_plan(fleet, spec)
+        made = replace(make_plan(fleet, spec), notes=tuple(_left_open(lengths, demand)))
     if not request.quick:
         with console.status("simulating, and planning alternatives"):
-            made = _checked(lengths, made, spec)
+            rate = check(made, lengths.workload()).steps_per_s
+            made = replace(made, simulated_steps_per_s=rate, alternatives=alternatives(made, spec.launchable))
     show(console, made)
-    if isinstance(lengths, Trace) and (lacking := lengths.missing_siblings(request.group_size)):
-        console.print(f"- {lacking}", markup=False)
-    _write(console, request, made)
+    if request.page is not None:
+        console.print(f"page: {write_page(request.page, render_page(made))}", markup=False)
+    if request.json is not None:
+        request.json.write_text(made.to_json(), encoding="utf-8")
+        console.print(f"plan: {request.json}", markup=False)
+
+
+def _left_open(lengths: Lengths, demand: WorkloadSpec) -> Iterator[str]:
+    """Say what the plan does not know of a recorded workload."""
+    if not isinstance(lengths, Trace):
+        return
+    if lengths.held_s:
+        yield (
+            f"The samples of {lengths.name} are episodes: the plan lets each be held for {demand.held_s:,.2f} s by its"
+            " environment (--held-s), but knows neither its single turns nor the tokens that it reads between them."
+        )
+    if lacking := lengths.missing_siblings(demand.group_size):
+        yield lacking
 
 
 def _read_fleet(name: str) -> Fleet:
@@ -130,34 +155,6 @@ def _with_budget(fleet: Fleet, request: PlanRequest) -> Fleet:
             f" write price_per_hour in its [[nodes]] of {request.fleet}"
         )
     return replace(fleet, budget_per_hour=budget)
-
-
-def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> PlanSpec:
-    return PlanSpec(
-        model=model,
-        workload=workload,
-        max_staleness=request.max_staleness,
-        target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
-        tail=request.tail,
-        launchable=(request.server or "vllm") if request.for_launch else None,
-    )
-
-
-def _checked(lengths: Lengths, made: Plan, spec: PlanSpec) -> Plan:
-    """Add the simulated rate and the alternatives."""
-    return replace(
-        made,
-        simulated_steps_per_s=check(made, lengths.workload()).steps_per_s,
-        alternatives=alternatives(made, spec.launchable),
-    )
-
-
-def _write(console: Console, request: PlanRequest, made: Plan) -> None:
-    if request.page is not None:
-        console.print(f"page: {write_page(request.page, render_page(made))}", markup=False)
-    if request.json is not None:
-        request.json.write_text(made.to_json(), encoding="utf-8")
-        console.print(f"plan: {request.json}", markup=False)
 
 
 WARMUP_STEPS = 12
@@ -192,7 +189,7 @@ def scenario(plan: Plan) -> Scenario:
     return Scenario(
         replicas=tuple(models),
         trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / step_tokens(workload)),
-        reward=Latency(base_s=workload.reward_s),
+        reward=Latency(base_s=workload.reward_s + workload.held_s),  # as if held after its last turn
         kv_on_update="keep" if workload.keeps_kv else "recompute",
     )
 

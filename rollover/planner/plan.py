@@ -43,6 +43,8 @@ class Plan:
     """Other ways to spend the same money or the same devices."""
     simulated_steps_per_s: float | None = None
     """Rate that a simulation of the whole loop reached; ``None`` if it was not run."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what it does not know of its workload."""
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -86,7 +88,11 @@ class Plan:
     @cached_property
     def used(self) -> dict[str, int]:
         """Return the number of devices of each type that are in use."""
-        return devices_used(self.problem, self.solution)
+        found = Counter({part.device: part.num_devices for part in self.solution.plan.parts})
+        for c in self.solution.active:
+            kind = self.problem.replica_kinds[c]
+            found[kind.device] += self.solution.replicas[c] * kind.num_devices
+        return dict(found)
 
     @property
     def idle(self) -> dict[str, int]:
@@ -104,12 +110,3 @@ class Plan:
 def step_tokens(workload: WorkloadSpec) -> float:
     """Return the number of response tokens of a training step."""
     return workload.batch_size * workload.response_tokens
-
-
-def devices_used(problem: Problem, solution: Solution) -> dict[str, int]:
-    """Return the number of devices of each type that train or roll out."""
-    found = Counter({part.device: part.num_devices for part in solution.plan.parts})
-    for c in solution.active:
-        kind = problem.replica_kinds[c]
-        found[kind.device] += solution.replicas[c] * kind.num_devices
-    return dict(found)

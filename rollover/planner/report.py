@@ -43,6 +43,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *_idle(plan),
         _proved(plan),
         *_assumed(plan),
+        *plan.notes,
     )
 
 

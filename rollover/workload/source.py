@@ -140,7 +140,10 @@ def read_run(path: Path, timeline: Timeline | None = None) -> Trace:
         cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path / 'config.json'} lacks rollout.max_new_tokens: is it the config of a run?") from None
-    return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt((timeline or read_timeline(path)).samples))
+    samples = (timeline or read_timeline(path)).samples
+    held = [sum(one.end_s - one.start_s for one in sample.acting) for sample in samples if sample.finished]
+    held_s = sum(held) / max(1, len(held))
+    return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt(samples), held_s=held_s)
 
 
 def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:

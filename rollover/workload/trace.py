@@ -48,6 +48,8 @@ class Trace:
     cap_tokens: int
     """Length of the longest possible response."""
     prompts: tuple[TracePrompt, ...]
+    held_s: float = 0.0
+    """Mean seconds for which environments act on a response, all its turns together."""
 
     def __post_init__(self) -> None:
         if not self.num_samples:

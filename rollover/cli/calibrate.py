@@ -53,7 +53,7 @@ def command(out: Path, key: str | None, model: Path | None, device: str) -> None
         text += ": measure again on an idle machine, or with the model you will use"
     comment = f"# {found.title}, measured by rollover calibrate; {text}.\n"
     out.write_text(comment + entry(calibration.device), encoding="utf-8")
-    click.echo(f"device {key!r}: {text}\n{out}: list this file under catalogues in a fleet file")
+    click.echo(f"device {key!r}: {text}\n{out}: list it under catalogues in a fleet file, or give it to --catalogue")
 
 
 def _print(calibration: Calibration) -> None:

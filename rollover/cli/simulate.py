@@ -43,6 +43,7 @@ MAX_REPLICAS = 10_000
 )
 @click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, such as h100-sxm.")
 @click.option("--model", metavar="DIR", help="The model on that device.")
+@click.option("--catalogue", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of your own devices.")
 @click.option("--tp", type=Count(min=1, max=1024), default=1, metavar="N", help="Devices per replica.")
 @click.option("--replicas", type=Count(min=1, max=MAX_REPLICAS), metavar="N", help="Number of engine replicas.")
 @click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups per step.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollover.devices import catalogue
+from rollover.devices import catalogue as cat
 from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model, replica_costs
@@ -12,6 +12,7 @@ from rollover.devices.workload import specify
 from rollover.errors import ConfigError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD, EngineSection
 from rollover.rollout.config import RolloutConfig
+from rollover.settings import toml
 from rollover.sim.scenario import ReplicaModel
 from rollover.workload.source import Lengths
 
@@ -34,20 +35,19 @@ def assumed(rollout: RolloutConfig, replicas: int, given: EngineSection, file: P
 
 
 def of_device(
-    device: str, model: str, lengths: Lengths, rollout: RolloutConfig, *, tp: int
+    device: str, model: str, lengths: Lengths, rollout: RolloutConfig, *, tp: int, catalogue: Path | None = None
 ) -> tuple[ReplicaModel, str]:
-    """Return a replica of ``tp`` devices of the catalogue, as the planner's cost model has it: the line through the
-    iteration times of one sample and of a batch that fills the cache.
+    """Return a replica of ``tp`` devices, as the planner's cost model has it: the line through the iteration times of
+    one sample and of a batch that fills the cache. The file ``catalogue`` lies over the packaged devices.
 
     Raises:
-        ConfigError: there is no such device, or the model and one sample do not fit.
+        ConfigError: there is no such device, its file is invalid, or the model and one sample do not fit.
         ModelError: the model's folder cannot be read.
     """
     if not 1 <= tp <= _NODE_SIZE:
         raise ConfigError(f"--tp must be between 1 and {_NODE_SIZE}, the number of devices in a node; got {tp}")
-    found = catalogue.packaged().surroundings(
-        device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None
-    )
+    known = cat.read([toml.read(catalogue)] if catalogue else [])
+    found = known.surroundings(device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None)
     shape = models.read_shape(model)
     if shape.num_heads % tp:
         raise ConfigError(f"--tp {tp}: the {shape.num_heads} attention heads of {shape.name} cannot be divided by {tp}")
@@ -61,7 +61,7 @@ def of_device(
     note = (
         f"Engine: {tp} x {found.title} and {shape.name} by the cost model: c0 {1000 * replica.c0_s:.2f} ms,"
         f" B0 {replica.b0:.0f}, {replica.prefill_tokens_per_s:,.0f} tokens/s of prefill, a cache of"
-        f" {replica.kv_tokens:,.0f} tokens. Efficiencies are the catalogue's: measure your own."
+        f" {replica.kv_tokens:,.0f} tokens. Efficiencies are the catalogue's: rollover calibrate measures your own."
     )
     if found.unverified:
         note += f" These figures of the device are unverified: {', '.join(found.unverified)}."

@@ -52,6 +52,8 @@ class StudyRequest:
     scenario: Path | None = None
     device: str | None = None
     model: str | None = None
+    catalogue: Path | None = None
+    """A file of further devices."""
     tp: int = 1
     replicas: int | None = None
     batch_size: int | None = None
@@ -71,8 +73,9 @@ class StudyRequest:
             raise ConfigError("--device needs --model, and --model needs --device: an engine is a model on a device")
         if self.device is not None and self.run is not None:
             raise ConfigError("--device and --from each describe the engine; give only one")
-        if self.tp != 1 and self.device is None:
-            raise ConfigError("--tp has no effect without --device and --model")
+        for option, given in (("--tp", self.tp != 1), ("--catalogue", self.catalogue is not None)):
+            if given and self.device is None:
+                raise ConfigError(f"{option} has no effect without --device and --model")
         if any(budget < 0 for budget in self.lag_budgets):
             raise ConfigError(f"--lag must be at least 0 versions, got {min(self.lag_budgets):g}")
 
@@ -137,6 +140,8 @@ def _setup(request: StudyRequest, recorded: Recorded | None) -> Setup:
         lengths = read_lengths(name, cap_tokens=cap)
         replica, note, unit = _engine(request, file, lengths, rollout, replicas)
         notes, known = (note,), Scenario(replicas=(replica,))
+        if isinstance(lengths, Trace) and lengths.held_s and file.turns is None:
+            notes += (f"{name} has episodes, simulated without turns: give --from, or [turns] in a scenario file.",)
     if isinstance(lengths, Trace) and (lacking := lengths.missing_siblings(rollout.group_size)):
         notes += (lacking,)
     return Setup(
@@ -158,7 +163,9 @@ def _engine(
 ) -> tuple[ReplicaModel, str, Unit]:
     """Return a replica, its origin, and the unit of its times."""
     if request.device is not None and request.model is not None:
-        replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
+        replica, note = engine.of_device(
+            request.device, request.model, lengths, rollout, tp=request.tp, catalogue=request.catalogue
+        )
         if given := [key for key in _OF_DEVICE if getattr(file.engine, key) is not None]:
             note += f" {request.scenario} sets its own {', '.join(given)}."
         return replica, note, "s"

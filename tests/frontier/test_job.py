@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
+from rollover.frontier import job
+from rollover.workload.trace import Trace, TracePrompt
+from tests.planner.kit import QWEN_1B
 
+CALIBRATED = Path(__file__).parents[2] / "benchmarks" / "results" / "calibration" / "cpu.toml"
 QUICK = ["--seeds", "1", "--steps", "6", "--batch-size", "4", "--group-size", "2", "--strategies", "april"]
 TINY = "median_tokens = 40.0\nsigma = 0.7\nicc = 0.5\nloop_probability = 0.02\ncap_tokens = 150\n"
 
@@ -28,6 +32,24 @@ def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.C
     advice = json.loads(Path("a.json").read_text())["advice"]
     assert [a["lag_budget"] for a in advice] == [0.2, 9.0]
     assert tomllib.loads(advice[1]["toml"])["rollout"]["rollout_batch_size"] == 4
+
+
+def test_a_calibrated_device_is_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.json").write_text(json.dumps(QWEN_1B))
+    own = ["--device", "this-cpu", "--catalogue", str(CALIBRATED), "--model", "."]
+    assert cli.main(["simulate", "tiny.toml", *QUICK, *own]) == 0
+    assert "Engine: 1 x Intel(R) Xeon(R) Processor @ 2.80GHz" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_of_episodes_is_not_simulated_without_its_turns_unsaid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = (TracePrompt(prompt_id="a", prompt_tokens=3, lengths=(9, 40)),)
+    trace = Trace(name="runs/r", cap_tokens=40, prompts=prompts, held_s=2.5)
+    monkeypatch.setattr(job, "read_lengths", lambda name, cap_tokens: trace)
+    assert cli.main(["simulate", "runs/r", *QUICK]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "runs/r has episodes, simulated without turns: give --from, or [turns] in a scenario file." in said
 
 
 @pytest.mark.parametrize("steps", ["1", "2", "3"])
@@ -80,6 +102,7 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
         (["--from", "."], "not a run directory"),
         (["tiny.toml", "--device", "h100-sxm"], "--device needs --model"),
         (["tiny.toml", "--tp", "2"], "--tp has no effect without --device"),
+        (["tiny.toml", "--catalogue", "tiny.toml"], "--catalogue has no effect without --device"),
         (["--from", ".", "--device", "a", "--model", "b"], "--device and --from each describe"),
         (["tiny.toml", "--lag", "1,x"], "is not a comma-separated list of numbers"),
         (["tiny.toml", "--lag", "-1"], "--lag must be at least 0 versions, got -1"),

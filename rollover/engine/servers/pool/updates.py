@@ -152,21 +152,21 @@ class PoolUpdates:
         and does not yet is probed, since a member that hangs never will."""
         return self._paused is None or member in self._pausing
 
-    async def catch_up(self, member: Member, *, was_late: bool = False) -> int:
+    async def catch_up(self, member: Member, *, given: int | None = None) -> int:
         """Give a member that comes back the weights of the pool: now or, if they can no longer be had from anywhere,
         with the next update. Returns their version.
 
         Args:
-            was_late: the pool had newer weights before the member had taken in the weights that it was given. If
-                weights are sent, which takes longer than a fast run keeps a version, it then gets the next one with
-                others.
+            given: version that the member was given, before whose check an update began. If weights are sent, which
+                takes longer than a fast run keeps a version, it then gets the next one with others.
         """
         engine, name = member.engine, member.name
         await self._resumed.wait()
-        version = self.version
+        if (version := self.version) == given:  # the update has failed
+            return version
         try:
             await in_time(engine.pause(), self._switch_timeout_s, name, "stand still")
-            if was_late and _is_sent(self._source):
+            if given is not None and _is_sent(self._source):
                 async with within(self._load_timeout_s, f"{name} was not sent the next weights in time"):
                     return await self._with_the_others(member)
             try:

@@ -102,7 +102,7 @@ class Watch:
             # A check can take longer than a fast run keeps a version: the weights that follow are checked as in
             # other members, after the next update.
             while not self._updates.is_current(version):
-                version = await self._updates.catch_up(member, was_late=True)
+                version = await self._updates.catch_up(member, given=version)
         except (RolloverError, OSError) as e:
             member.take_out(str(e))
             if isinstance(e, EngineMismatch) and member not in self._mismatched:

@@ -207,6 +207,22 @@ async def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(sent: S
     assert checked == [1]
 
 
+async def test_a_server_that_returns_while_an_update_fails_has_the_weights_already(sent: Sent) -> None:
+    paused = asyncio.Event()
+
+    async def check(engine: Any, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+        await sent.pool.pause()
+        paused.set()
+
+    async with sent:
+        await sent.publish(Holder().at(1))
+        sent.pool.check_logprobs_with(check)
+        sent.servers[1].restart()
+        await paused.wait()
+        await sent.pool.resume()  # no weights were loaded
+        await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+
+
 async def test_weights_do_not_change_while_they_are_sent() -> None:
     lease, version = Lease(), 3
     give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)

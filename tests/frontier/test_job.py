@@ -8,8 +8,7 @@ import pytest
 
 from rollover import cli
 from rollover.frontier import job
-from rollover.workload.trace import Trace, TracePrompt
-from tests.planner.kit import QWEN_1B
+from tests.planner.kit import EPISODES, QWEN_1B
 
 CALIBRATED = Path(__file__).parents[2] / "benchmarks" / "results" / "calibration" / "cpu.toml"
 QUICK = ["--seeds", "1", "--steps", "6", "--batch-size", "4", "--group-size", "2", "--strategies", "april"]
@@ -34,22 +33,14 @@ def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.C
     assert tomllib.loads(advice[1]["toml"])["rollout"]["rollout_batch_size"] == 4
 
 
-def test_a_calibrated_device_is_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibrated_device_is_an_engine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command says what it leaves out of the lengths of episodes."""
     Path("config.json").write_text(json.dumps(QWEN_1B))
+    monkeypatch.setattr(job, "read_lengths", lambda name, cap_tokens: EPISODES)
     own = ["--device", "this-cpu", "--catalogue", str(CALIBRATED), "--model", "."]
-    assert cli.main(["simulate", "tiny.toml", *QUICK, *own]) == 0
-    assert "Engine: 1 x Intel(R) Xeon(R) Processor @ 2.80GHz" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_run_of_episodes_is_not_simulated_without_its_turns_unsaid(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = (TracePrompt(prompt_id="a", prompt_tokens=3, lengths=(9, 40)),)
-    trace = Trace(name="runs/r", cap_tokens=40, prompts=prompts, held_s=2.5)
-    monkeypatch.setattr(job, "read_lengths", lambda name, cap_tokens: trace)
-    assert cli.main(["simulate", "runs/r", *QUICK]) == 0
+    assert cli.main(["simulate", "runs/r", *QUICK, *own]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "runs/r has episodes, simulated without turns: give --from, or [turns] in a scenario file." in said
+    assert "Engine: 1 x Intel(R) Xeon(R)" in said and "runs/r has episodes, simulated without turns" in said
 
 
 @pytest.mark.parametrize("steps", ["1", "2", "3"])

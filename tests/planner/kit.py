@@ -19,6 +19,7 @@ from rollover.planner import fleet as fleets
 from rollover.planner.records import Fleet, Problem, Supply
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
+from rollover.workload.trace import Trace, TracePrompt
 from tests.planner.verification import devices_used
 
 IDEAL = Efficiency(
@@ -71,6 +72,9 @@ def workload(**changes: Any) -> WorkloadSpec:
     )
     return replace(base, **changes)
 
+
+PROMPTS = (TracePrompt(prompt_id="a", prompt_tokens=3, lengths=(900,) * 8),)
+EPISODES = Trace(name="runs/r", cap_tokens=900, prompts=PROMPTS, held_s=30.0)
 
 ONE_LENGTH = LengthBucket(
     share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380

@@ -290,14 +290,10 @@ def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsy
     train("--resume", "out", "--steps", "3")
     assert [len(runs.batches(run / name)) for name in ("plain", "rolling")] == [3, 3]
     metrics = run / "plain" / "metrics.jsonl"
-    measured = metrics.read_text().splitlines(keepends=True)
-    assert '"eval"' in measured.pop()
-    metrics.write_text("".join(measured))  # it was stopped in its last evaluation
-    capsys.readouterr()
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))  # stopped in its last evaluation
     train("--resume", "out")
     said = capsys.readouterr().out
-    assert "variant rolling is done; for more: rollover train --resume out --steps N" in said and "rolling /" in said
-    assert "all 3 steps are done" in said and '"eval"' in metrics.read_text().splitlines()[-1]
+    assert "variant rolling is done; for more: rollover" in said and "variant plain is done" not in said
 
 
 def test_a_variant_that_cannot_run_ends_a_comparison_before_any_trains(experiment: Path, refused: Say) -> None:

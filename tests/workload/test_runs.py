@@ -56,7 +56,7 @@ def test_a_response_is_as_long_as_its_segments_together(tmp_path: Path) -> None:
 
 def test_the_prompt_of_an_episode_that_its_environment_begins_is_the_opening(tmp_path: Path) -> None:
     asked = Prompt(prompt_id="a", token_ids=(), text="", source="s")
-    openings = [Observed(0.5, SampleId(0, 0), Observation(ids, "user", start_s=0.1, end_s=0.4)) for ids in ((5, 6, 7, 8), (9,))]
+    openings = [Observed(0.5, SampleId(0, 0), Observation(ids, end_s=0.3)) for ids in ((5, 6, 7, 8), (9,))]
     first, answer = openings
     run = run_of(
         tmp_path / "run",
@@ -67,9 +67,8 @@ def test_the_prompt_of_an_episode_that_its_environment_begins_is_the_opening(tmp
         answer,
         ended(0, 0, 2, FinishReason.STOP),
     )
-    trace = read_run(run)
-    assert trace.prompts == (TracePrompt(prompt_id="a", prompt_tokens=4, lengths=(8,)),)
-    assert trace.held_s == pytest.approx(2 * 0.3), "its environment acted twice"
+    assert read_run(run).prompts == (TracePrompt(prompt_id="a", prompt_tokens=4, lengths=(8,)),)
+    assert read_run(run).held_s == pytest.approx(2 * 0.3), "its environment acted twice"
 
 
 @pytest.mark.parametrize("by", ["tokens", "turns"])

@@ -177,7 +177,8 @@ def whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 
 @_advantage
 def group_mean_whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
-    return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T)
+    has_sibling_T = (batch.counts_B > 1)[batch.sample_T]
+    return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T * has_sibling_T)
 
 
 @_advantage

@@ -75,7 +75,8 @@ class AlgorithmConfig:
     """Weight of the loss of a token that was sampled by an older version, with rho = exp(proximal - rollout). ``tis``:
     rho truncated to ``correction_bounds`` (the default: keeps every token, bounded variance). ``mis``: rho if it
     lies within the bounds, 0 elsewhere (IcePop). ``mask_stale``: only tokens of the current version train. ``none``:
-    stale tokens are treated as fresh; a warning and a metric say how many there are."""
+    stale tokens are treated as fresh; a warning and a metric say how many there are. The weight also multiplies the KL
+    term, unless ``kl_estimator`` is ``*_unbiased``; a token of weight 0 has no KL term either."""
     correction_level: CorrectionLevel | None = None
     """Quantity that the bounds apply to. ``token``: rho of each token. ``sequence``: the product over the sample
     (unbiased without bounds; the variance makes it unusable for long responses). ``geometric``: the sample's geometric
@@ -91,8 +92,8 @@ class AlgorithmConfig:
     """Weight of the KL term against the reference policy; with 0 no reference model is loaded."""
     kl_estimator: KlEstimator | None = None
     """With d = trainer - ref: ``k1`` = d (only in the reward), ``k2`` = d^2/2, ``k3`` = exp(-d) - 1 + d, ``k3_k2grad``:
-    the value of k3 with the gradient of k2. ``*_unbiased``: multiplied by exp(trainer - rollout), and therefore correct
-    for stale tokens too (detached for k2)."""
+    the value of k3 with the gradient of k2. ``*_unbiased``: multiplied by exp(trainer - rollout), whatever
+    ``correction`` is, and therefore unbiased for stale tokens too (detached for k2); nothing bounds this ratio."""
     kl_in: KlIn | None = None
     """``loss``: a separate term next to the objective. ``reward``: subtracted from each token's reward
     (REINFORCE++)."""

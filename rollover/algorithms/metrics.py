@@ -96,9 +96,6 @@ class LossMetrics:
         mask_T, rho_T = tokens.loss_mask_T, correction.rho_T
         cause_T = untrained_causes(algorithm, tokens, correction)
         log_rho_T = tokens.proximal_logprobs_T - tokens.rollout_logprobs_T
-        ref_k3_T = torch.zeros_like(rho_T)
-        if tokens.ref_logprobs_T is not None:
-            ref_k3_T = k3(tokens.trainer_logprobs_T - tokens.ref_logprobs_T)
         columns = {
             "tokens": torch.ones_like(rho_T),
             "trained": cause_T < 0,
@@ -115,9 +112,10 @@ class LossMetrics:
             "rollout_proximal_k1": -log_rho_T,
             "rollout_proximal_k3": k3(-log_rho_T),
             "proximal_k3": k3(tokens.proximal_logprobs_T - tokens.trainer_logprobs_T),
-            "ref_k3": ref_k3_T,
             "abs_advantage": tokens.advantages_T.abs(),
         }
+        if tokens.ref_logprobs_T is not None:
+            columns["ref_k3"] = k3(tokens.trainer_logprobs_T - tokens.ref_logprobs_T)
         values_TK = torch.stack([c.double() for c in columns.values()], dim=1) * mask_T.double()[:, None]
         lag_T = tokens.staleness_T.clamp(max=len(LAGS) - 1)
         trained_B = tokens.sum_per_sample(mask_T)
@@ -184,11 +182,12 @@ class LossMetrics:
             "kl/rollout_proximal_k1": _share(total, "rollout_proximal_k1"),
             "kl/rollout_proximal_k3": _share(total, "rollout_proximal_k3"),
             "kl/proximal": _share(total, "proximal_k3"),
-            "kl/ref": _share(total, "ref_k3"),
             "advantage/abs_mean": _share(total, "abs_advantage"),
             "staleness/off_policy_tokens": stale / max(total["tokens"], 1),
             "staleness/max": maxima[2],
         }
+        if "ref_k3" in total:
+            out["kl/ref"] = _share(total, "ref_k3")
         if not self.capped:
             out["clip/dual"] = _share(total, "clip_dual")
         for lag, sums in zip(LAGS, bins, strict=True):

@@ -30,8 +30,8 @@ class StepConfig:
     """Peak learning rate. The default suits full fine-tuning of a pretrained model with a billion parameters or more;
     small models need 1e-4 to 1e-3."""
     schedule: Schedule = "constant"
-    """Shape of the schedule after the warm-up: constant, or decaying to ``final_lr_ratio`` at the last step of the
-    run."""
+    """Shape of the schedule after the warm-up: constant, or decaying to ``final_lr_ratio`` right after the last step,
+    so that this still learns."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly, starting at ``learning_rate / warmup_steps``."""
     final_lr_ratio: float = 0.0

@@ -22,8 +22,10 @@ from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.packing import PackedRow
 
 ENTROPY_STRIDE = 32
-"""Tokens of a batch of which one has its entropy measured: measuring all would cost more than half as much as the head
-and the loss."""
+"""Tokens of a large batch of which one has its entropy measured: measuring all would cost more than half as much as the
+head and the loss."""
+_ENOUGH = 256
+"""Number of tokens whose entropies are enough, as far as a batch has them."""
 LOGITS_PER_CHUNK = 1 << 26
 """Number of logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
 _IMPOSSIBLE = -1e9
@@ -107,8 +109,8 @@ def response_logprobs(
 ) -> Tensor:
     """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``open_model``), with gradient
     unless it is switched off. The head runs only on the ``T`` predicting positions, in bounded memory. ``autocast``
-    runs matrix products in bfloat16. If ``measured_2T`` of the batch is given, what ``head_measures`` returns for every
-    ``ENTROPY_STRIDE``-th of its tokens is written into it, by the rank that has the token's position."""
+    runs matrix products in bfloat16. If ``measured_2T`` of the batch is given, what ``head_measures`` returns for some
+    of its tokens (``is_measured``) is written into it, by the rank that has the token's position."""
     if isinstance(model, OneForward):
         inner: Tensor = model(
             lambda hf: response_logprobs(hf, row, temperature, autocast=autocast, measured_2T=measured_2T)
@@ -120,12 +122,19 @@ def response_logprobs(
         hidden_TD = response_hidden(model, row)
         if measured_2T is not None:
             token_T = row.token_T if row.share is None else row.token_T[row.share.own_T]
-            measured_T = (token_T % ENTROPY_STRIDE == 0).nonzero()[:, 0]
+            measured_T = is_measured(token_T, measured_2T.shape[1]).nonzero()[:, 0]
             kept_T = None if kept is None else kept.chosen(measured_T)
             found_2T = head_measures(OutputHead(model), hidden_TD.detach()[measured_T], temperature, kept_T)
             measured_2T[:, token_T[measured_T]] = found_2T.to(measured_2T.dtype)
         logprobs_T = head_logprobs(OutputHead(model), hidden_TD, own.target_T, temperature, kept)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
+
+
+def is_measured(token_T: Tensor, num_tokens: int) -> Tensor:
+    """Choose tokens of a batch of ``num_tokens`` evenly, by their number. Multiples of the golden ratio fall in step
+    with no length of responses, so that no place within them is measured more often than another."""
+    stride = max(1, min(ENTROPY_STRIDE, num_tokens // _ENOUGH))
+    return token_T * 0x9E3779B1 % 2**32 < 2**32 // stride
 
 
 def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:

@@ -16,13 +16,13 @@ from rollover.trainer.eight_bits import AdamW8bit, quantised
 
 def learning_rate(config: StepConfig, step: int, num_steps: int) -> float:
     """Compute the learning rate of step ``step`` (from 0) in a run of ``num_steps``: linear warm-up that reaches the
-    peak at step ``warmup_steps - 1``, then the schedule, which reaches ``final_lr_ratio`` at step ``num_steps - 1``."""
+    peak at step ``warmup_steps - 1``, then the schedule, which would reach ``final_lr_ratio`` at step ``num_steps``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
     first = max(config.warmup_steps - 1, 0)
-    progress = min((step - first) / max(num_steps - 1 - first, 1), 1.0)
+    progress = min((step - first) / max(num_steps - first, 1), 1.0)
     remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 

@@ -100,10 +100,10 @@ def test_equal_rewards_are_exactly_0_when_whitened() -> None:
 def test_its_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
     # centred rewards 0.5, -0.5 | 2, -2 on 1, 1, 1, 3 tokens: mean -4/6 = -2/3,
     # squares 0.25 + 0.25 + 4 + 12 = 16.5, variance 16.5/6 - 4/9 = 2.305556
-    groups, tokens = torch.tensor([0, 0, 1, 1]), [0, 1, 2, 3, 3, 3]
-    actual = advantages(row("reinforce++-baseline"), f64(1, 0, 5, 1), groups, sample_T=tokens)
+    groups, tokens = torch.tensor([0, 0, 1, 1, 2]), [0, 1, 2, 3, 3, 3, 4]  # the last sample has no sibling
+    actual = advantages(row("reinforce++-baseline"), f64(1, 0, 5, 1, 9), groups, sample_T=tokens)
     expected = (f64(0.5, -0.5, 2, -2, -2, -2) + 2 / 3) / math.sqrt(16.5 / 6 - 4 / 9)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, torch.cat([expected, f64(0)]), rtol=0, atol=1e-5)
 
 
 def test_masked_samples_stay_in_the_baseline() -> None:

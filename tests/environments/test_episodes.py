@@ -59,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
         (f"so {call('add', a=1, b=2)} and {given('asyncio.sleep(0, 4)')}", ["3", "4"]),
         (call("add", a=1), ["Error: TypeError: add() missing 1 required positional argument: 'b'"]),
         (call("ad", a=1, b=2), ["Error: there is no tool 'ad'; did you mean 'add'?"]),
-        (call("move", by="3", way="down", speed=2, at={"a": ["1", 2.0]}, word="3"), ["3 DOWN 2.0 {'a': [1, 2]} '3'"]),
+        (call("move", by="3", way="down", speed=2, at={"a": ["1", 2.0]}, word="3"), ["3 DOWN 2 {'a': [1, 2]} '3'"]),
         (call("move", by=3.0, speed="-0.5", at='{"a": null}'), ["3 UP -0.5 {'a': None} ''"]),
         (call("move", by="three"), ["Error: TypeError: argument 'by': Input should be a valid integer, unable to"]),
         (call("move", by=1, way="left"), ["Error: TypeError: argument 'way': Input should be 'up' or 'down', got 'l"]),

@@ -70,7 +70,9 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     assert not [binding for binding in both.solution.bindings if binding.row == "stock"], "half of it is free"
     limited = replace(both, problem=replace(both.problem, budget_per_hour=50.0))
     for plan, than in ((both, "better"), (limited, "better within the budget")):
-        idle = f"Idle: 4 × h100-sxm; no plan that uses them was found to be {than}. Not renting them saves 10.76 USD per"
+        idle = (
+            f"Idle: 4 × h100-sxm; no plan that uses them was found to be {than}. Not renting them saves 10.76 USD per"
+        )
         assert f"{idle} hour." in sentences(plan)
 
 

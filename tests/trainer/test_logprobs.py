@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rollover.trainer.logprobs as logprobs_module
-from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.logprobs import all_logprobs, is_measured, response_logprobs
 from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from tests.trainer.builders import (
@@ -77,7 +77,7 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
 ) -> None:
     model, policy = make_model(), open_model(make_folder(tmp_path))
     samples = make_samples(12)
-    monkeypatch.setattr(logprobs_module, "ENTROPY_STRIDE", 3)
+    monkeypatch.setattr(logprobs_module, "_ENOUGH", 20)
     monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 40 * 7)
     measured_2T = torch.full((2, sum(len(s.response_ids) for s in samples)), torch.nan, dtype=torch.float64)
     entropy_T, mass_T = measured_2T
@@ -86,9 +86,18 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
     with torch.no_grad():
         logits_TV = torch.cat([separate_logits(model, sample) for sample in samples])
     expected_T = torch.distributions.Categorical(logits=logits_TV / 0.8).entropy().double()
-    torch.testing.assert_close(entropy_T[::3], expected_T[::3], atol=1e-5, rtol=1e-5)
-    assert torch.equal(entropy_T.isnan(), torch.arange(len(entropy_T)) % 3 != 0)
-    assert (mass_T[::3] == 1).all()
+    measured_T = is_measured(torch.arange(len(entropy_T)), len(entropy_T))
+    assert len(entropy_T) > 3 * measured_T.sum() > 30 and torch.equal(~entropy_T.isnan(), measured_T)
+    torch.testing.assert_close(entropy_T[measured_T], expected_T[measured_T], atol=1e-5, rtol=1e-5)
+    assert (mass_T[measured_T] == 1).all()
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 32, 256])
+def test_entropies_are_measured_at_every_place_of_responses_alike(length: int) -> None:
+    for num_tokens, share in ((length * 2**12, 1 / 32), (length, 1.0)):
+        measured_T = is_measured(torch.arange(num_tokens), num_tokens)
+        by_place = measured_T.view(-1, length).double().mean(0)
+        torch.testing.assert_close(by_place, torch.full_like(by_place, share), rtol=0.1, atol=0)
 
 
 def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:

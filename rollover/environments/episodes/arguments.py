@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 def fitted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call in the types that ``function`` wants. What pydantic converts may stand for a
-    value, and a text for the value that it is the JSON of.
+    value, and a text for the value that it is the JSON of; an integer is a float already.
 
     Example: for ``def add(a: int, b: int)``, ``{"a": "3", "b": 4.0}`` becomes ``{"a": 3, "b": 4}``.
 
@@ -26,7 +26,8 @@ def fitted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[s
 
 def _fit(name: str, value: Any, wanted: TypeAdapter[Any]) -> Any:
     try:
-        return wanted.validate_python(value)
+        fit = wanted.validate_python(value)
+        return value if fit == value and isinstance(value, int) and isinstance(fit, float) else fit
     except ValidationError as error:
         if isinstance(value, str):
             with suppress(ValidationError):

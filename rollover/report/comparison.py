@@ -1,9 +1,9 @@
-"""Runs side by side, as a table for the terminal: throughput as a ratio to the first run, with lag and waste below."""
+"""Runs side by side, as tables for the terminal: throughput with its ratio to the first run, then lag and waste."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +19,7 @@ ROWS: Mapping[str, Callable[[RunSummary], str]] = {
     "decoded tokens/s, rollout": lambda s: number(s.rollout_tokens_per_s, ",.0f"),
     "loop time": lambda s: duration_text(s.loop_s),
     "time per step": lambda s: duration_text(_step_s(s)),
+    "reward, first → last tenth": lambda s: f"{number(s.reward_first, '.3f')} → {number(s.reward_last, '.3f')}",
     "accuracy before": lambda s: accuracy_text(s.accuracy_before),
     "accuracy after": lambda s: accuracy_text(s.accuracy_after),
     "lag, mean over batches (versions)": lambda s: number(s.lag.batch if s.lag else None, ".2f"),
@@ -45,22 +46,31 @@ _RATIOS: Mapping[str, Callable[[RunSummary], float | None]] = {
 """The measures whose ratios say something."""
 
 
-def compare_table(records: Sequence[RunRecord]) -> Table:
-    """Tabulate the runs; the last columns are ratios to the first run. Names that repeat are numbered."""
+_LABEL_WIDTH, _RUN_WIDTH = 24, 18
+"""Characters that a column should have."""
+
+
+def compare_tables(records: Sequence[RunRecord], width: int) -> Iterator[Table]:
+    """Tabulate the runs, as many beside each other as fit into ``width`` characters. Names that repeat are numbered."""
     summaries = [summarize(r.metrics, r.timeline) for r in records]
     count = Counter(r.name for r in records)
     names = [r.name if count[r.name] == 1 else f"{r.name} ({i})" for i, r in enumerate(records, start=1)]
-    found = Table(title=Text(" against ".join(names)), title_justify="left", title_style="bold")
-    found.add_column("", style="dim", overflow="fold")
-    for name in names:
-        found.add_column(Text(name), justify="right", overflow="fold")
-    for name in names[1:]:
-        found.add_column(Text(f"{name} / {names[0]}"), justify="right", style="bold", overflow="fold")
-    for name, text in ROWS.items():
-        first, *others = (_RATIOS[name](s) if name in _RATIOS else None for s in summaries)
-        ratios = ("" if first is None or not first or other is None else f"{other / first:.2f}×" for other in others)
-        found.add_row(name, *map(text, summaries), *ratios)
-    return found
+    size = max(1, (width - _LABEL_WIDTH) // _RUN_WIDTH)
+    for start in range(0, len(records), size):
+        shown = slice(start, start + size)
+        found = Table(title=Text(f"ratios are to {names[0]}"), title_justify="left", title_style="bold")
+        found.add_column("", style="dim", overflow="fold")
+        for name in names[shown]:
+            found.add_column(Text(name), justify="right", overflow="fold")
+        for name, text in ROWS.items():
+            found.add_row(name, *(text(s) + _ratio(name, s, summaries[0]) for s in summaries[shown]))
+        yield found
+
+
+def _ratio(name: str, s: RunSummary, first: RunSummary) -> str:
+    """Return the ratio of a measure to the first run's, if it says something."""
+    value, base = (_RATIOS[name](one) if name in _RATIOS else None for one in (s, first))
+    return "" if s is first or value is None or not base else f" ({value / base:.2f}×)"
 
 
 def _waste(s: RunSummary, tokens: Mapping[WasteCause, int]) -> str:

@@ -64,8 +64,13 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def refuse_comparison(run_dir: Path, config: Mapping[str, Any]) -> None:
     """Raise ``RunError`` with the runs of a comparison, if this is one."""
-    if runs := [str(run_dir / name) for name in config.get("variants") or ()]:
-        raise RunError(f"{run_dir} is a comparison; give one of its runs: {' or '.join(runs)}")
+    if runs := compared_runs(run_dir, config):
+        raise RunError(f"{run_dir} is a comparison; give one of its runs: {' or '.join(map(str, runs))}")
+
+
+def compared_runs(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Return the directories of the runs of a comparison; none of another run."""
+    return [run_dir / name for name in config.get("variants") or ()]
 
 
 def read_timeline(run_dir: Path) -> Timeline:

@@ -171,7 +171,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _compare(config: RunConfig, run: RunDir) -> None:
     """Run each variant in a directory of its own below ``run``; one that is done is passed over."""
     from rollover.hf.config import max_context
-    from rollover.report.comparison import compare_table
+    from rollover.report.comparison import compare_tables
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy
     from rollover.tasks.open import same_datasets
@@ -194,7 +194,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
         progress.message(f"variant {path.name}")
         with directory.reopen(each, path) if directory.is_run(path) else directory.create(each, path) as opened:
             _train(each, opened, resume=run.resume_command)
-    progress.console.print(compare_table([read_run(path) for path in wanted]))
+    progress.console.print(*compare_tables([read_run(path) for path in wanted], progress.console.width))
 
 
 def _is_done(config: RunConfig, path: Path) -> bool:

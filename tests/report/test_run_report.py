@@ -25,7 +25,7 @@ from rollover import cli
 from rollover.errors import RunError
 from rollover.report import health, run_figures, sample_cards
 from rollover.report.colours import version_colours
-from rollover.report.comparison import compare_table
+from rollover.report.comparison import compare_tables
 from rollover.report.measures import evenly, lengths_by_reward, window_of, windows
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.page import Page, write_page
@@ -318,19 +318,29 @@ def test_a_comparison_gives_ratios_to_the_first_run(sync: Path, april: Path) -> 
     records = [read_run(sync), read_run(april)]
     base, other = (summarize(r.metrics, r.timeline).trained_tokens_per_s for r in records)
     assert base is not None and other is not None
-    names, *columns = ([*column.cells] for column in compare_table(records).columns)
+    (table,) = compare_tables(records, 80)
+    names, *columns = ([*column.cells] for column in table.columns)
     rows = {name: cells for name, *cells in zip(names, *columns, strict=True)}
     assert other > 1.2 * base
-    assert rows["trained tokens/s, whole loop"] == [f"{base:,.0f}", f"{other:,.0f}", f"{other / base:.2f}×"]
-    assert rows["lag, mean over batches (versions)"][0] == "0.00" and rows["lag, mean over batches (versions)"][2] == ""
+    assert rows["trained tokens/s, whole loop"] == [f"{base:,.0f}", f"{other:,.0f} ({other / base:.2f}×)"]
+    assert rows["lag, mean over batches (versions)"][0] == "0.00" and "→" in rows["reward, first → last tenth"][1]
 
 
 @pytest.mark.parametrize("width", [70, 80, 120])
 def test_nothing_of_a_comparison_is_cut_on_a_narrow_terminal(sync: Path, april: Path, width: int) -> None:
     out = io.StringIO()
-    Console(file=out, width=width).print(compare_table([read_run(sync), read_run(april), read_run(april)]))
+    Console(file=out, width=width).print(*compare_tables([read_run(sync), *[read_run(april)] * 12], width))
     assert "…" not in out.getvalue()
+    assert all(f"april ({i})" in out.getvalue() for i in range(2, 14)), "each name in one piece"
     assert max(map(len, out.getvalue().splitlines())) <= width
+
+
+def test_a_comparison_is_printed_again(sync: Path, april: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"meta": {}, "variants": {"a": {}, "b": {}, "not begun": {}}}))
+    (tmp_path / "a").symlink_to(sync)
+    (tmp_path / "b").symlink_to(april)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "ratios are to" in (said := capsys.readouterr().out) and "reward, first" in said
 
 
 def test_reports_need_no_torch() -> None:

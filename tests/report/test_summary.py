@@ -13,7 +13,7 @@ from rollover.batch import WasteCause
 from rollover.errors import RunError
 from rollover.privacy import HIDDEN
 from rollover.report import comparison
-from rollover.report.comparison import compare_table
+from rollover.report.comparison import compare_tables
 from rollover.report.metrics import MetricRow
 from rollover.report.record import read_run
 from rollover.report.run_report import render_report
@@ -134,7 +134,7 @@ def test_names_from_data_are_not_read_as_terminal_markup() -> None:
     record, out = recorded((), rows, name="[/run]"), io.StringIO()
     console = Console(file=out, width=120)
     console.print(summary_table(record, summarize(rows, record.timeline)))
-    console.print(compare_table([record, record]))
+    console.print(*compare_tables([record, record], 120))
     for name in ("[/x]", "[red]b", "[/run]:", "[/run] (2)"):
         assert name in out.getvalue()
 

@@ -115,6 +115,10 @@ def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], Encod
     def encode(prompt: Any) -> EncodedPrompt:
         if isinstance(prompt, str):
             return EncodedPrompt(tokenizer(text=[prompt])["input_ids"][0], prompt)
+        if not (options.get("chat_template") or tokenizer.chat_template):
+            raise DataError(
+                "train_dataset has messages as prompts, but the tokenizer has no chat_template: set one, or give text"
+            )
         ids = tokenizer.apply_chat_template([prompt], tokenize=True, return_dict=True, **options)["input_ids"][0]
         return EncodedPrompt(ids, tokenizer.apply_chat_template(prompt, tokenize=False, **options))
 

@@ -242,6 +242,8 @@ def test_prompts_are_tokenised_as_trl_does(tiny_model: Path, tmp_path: Path, cha
         )
     made = trainer(tiny_model, tmp_path, dataset=table)
     if chat:
+        with pytest.raises(DataError, match="messages as prompts, but the tokenizer has no chat_template"):
+            made._make_source(Capabilities(max_running=1, max_context_tokens=4096)).prompt(0)
         template = "{% for m in messages %}#{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
         made.processing_class.chat_template = template
     prompts = made._make_source(Capabilities(max_running=1, max_context_tokens=4096))

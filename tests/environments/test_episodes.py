@@ -82,6 +82,7 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
         (f'<tool_call>{{"name": "add"{call("add", a=1, b=2)}', ["Error: the call is no JSON", "3"]),
         ("<tool_call>add(1, 2)</tool_call>", ["Error: the call is no JSON"]),
         ("<think>I need no <tool_call></think>It is 4, without a <tool_call>.", []),
+        (f"<think>{call('ad')} or <tool_call>{{</think>" + given("'a </think> b'"), ["a </think> b"]),
     ],
 )
 def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequence[str]) -> None:

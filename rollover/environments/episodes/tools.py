@@ -30,6 +30,7 @@ _HERMES = re.compile(
     re.DOTALL,
 )
 """A call in JSON, whose end may be missing, or anything else between two tags: one alone may be a word of the text."""
+_CLOSED = re.compile(r"<tool_call>\s*[{\[](?:(?!</?tool_call>).)*</tool_call>", re.DOTALL)
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_CALLS = 32
@@ -220,8 +221,9 @@ def before_calls(text: str) -> str:
 
 
 def _spoken(text: str) -> str:
-    """Return the turn without its thoughts, which may rehearse calls."""
-    return text.rpartition("</think>")[2]
+    """Return the turn without its thoughts, which may rehearse calls. A call may have ``</think>`` in an argument."""
+    outside = _CLOSED.sub(lambda call: " " * len(call[0]), text)
+    return text[len(text) - len(outside.rpartition("</think>")[2]) :]
 
 
 def _hermes(text: str) -> list[ToolCall]:

@@ -15,7 +15,7 @@ from rollover.errors import DataError
 from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.messages import Question, row_arguments
+from rollover.tasks.messages import Question, messages_of, row_arguments
 from rollover.tasks.prompt_source import Example, reply_ids
 from rollover.tasks.prompts import PromptEncoder, RowEncoder
 from rollover.tasks.sources.base import SourceSettings
@@ -52,7 +52,7 @@ class AnswerWriter:
             content += "".join(message["content"] for message in messages)
         elif any(message["role"] for message in messages):
             content = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            content = [*content, *messages]
+            content = [*content, *messages_of(messages, "reset")]
         elif isinstance(content, str):
             content += messages[0]["content"]
         else:
@@ -74,8 +74,8 @@ class AnswerWriter:
     def write(
         self, messages: Sequence[Mapping[str, Any]], last_id: int, columns: Mapping[str, Any], tools: Sequence[Any] = ()
     ) -> tuple[int, ...]:
-        arguments = row_arguments(columns, "messages")
-        ids = self._encoder.answer(messages, arguments, tools=tools, where="messages")
+        arguments, read = row_arguments(columns, "messages"), messages_of(messages, "messages")
+        ids = self._encoder.answer(read, arguments, tools=tools, where="messages")
         return ids[1:] if ids[:1] == (last_id,) and self._encoder.has_template else ids
 
 

@@ -51,11 +51,18 @@ def read_question(row: Mapping[str, Any], content: Any, where: str) -> Question:
         )
     if isinstance(content, str) and not content.strip():
         raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
+    if not content:
+        raise DataError(f"{where}: the prompt is an empty list of messages; fix the row")
     for name in MEDIA:
         if has_value(row, name) and row[name]:
             raise DataError(f"{where}: column {name!r} is not empty, and only text is trained; leave such rows out")
+    messages = messages_of(content, where) if isinstance(content, list) else []
+    for number, message in enumerate(messages, start=1):
+        if message["role"] in ("user", "tool") and not message["content"].strip():
+            blank = f"the text of the {message['role']}'s message is blank"
+            raise DataError(f"{where}, message {number}: {blank}; fix the row")
     return Question(
-        messages_of(content, where) if isinstance(content, list) else content,
+        messages or content,
         _tools(row[TOOLS], where) if has_value(row, TOOLS) else (),
         row_arguments(row, where),
     )
@@ -80,8 +87,6 @@ def messages_of(content: Sequence[Any], where: str) -> list[dict[str, Any]]:
     Raises:
         DataError: a message has no role or text, or holds something else than text.
     """
-    if not content:
-        raise DataError(f"{where}: the prompt is an empty list of messages; fix the row")
     return [_message(message, f"{where}, message {number}") for number, message in enumerate(content, start=1)]
 
 
@@ -95,8 +100,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a role is a word, got {role!r:.60}")
     calls = [_call(call, where) for call in found.get("tool_calls") or ()]
     text = _text(found.get("content", "" if calls else None), where)
-    if not text.strip() and role in ("user", "tool"):
-        raise DataError(f"{where}: the text of the {role}'s message is blank; fix the row")
     found = {key: value for key, value in found.items() if key != "tool_calls"}
     return found | ({"tool_calls": calls} if calls else {}) | {"role": role, "content": text}
 

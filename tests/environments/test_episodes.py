@@ -142,6 +142,7 @@ def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
         ("{'messages': 'a', 'reward': 'good'}", "its reward is 'good', which is no number"),
         ("{'reward': 1}", "its answer has no message although the episode is not done"),
         ("[{'role': 'user', 'content': [1]}]", "a message of its answer is no text and has none"),
+        ("{'content': 'a', 'at': {1}}", "a message of its answer has what JSON does not have (Object of type set"),
         ("'a' * 1_000_001", "its answer has more than 1,000,000 characters"),
         ("{'messages': 'a', 'score': 1}", "its answer has 'score'; it may have messages, reward and done"),
         ("{'messages': 'a', 'done': 1}", "done is 1: it must be True or False"),
@@ -157,8 +158,10 @@ def test_an_answer_that_cannot_be_used_fails_with_the_reason(answer: str, reason
 
 def test_answers_of_a_class_are_texts_messages_or_the_end() -> None:
     end = "{'messages': 'last', 'reward': 2, 'done': True}"
-    texts = ["'hello'", "[{'role': 'system', 'content': 'be brief'}]", end]
-    first, second, third = stepped(ClassConfig(factory=f"{HERE}:Says"), *texts)
+    calls = "[{'tool_calls': [{'name': 'f'}], 'name': None}]"
+    texts = ["'hello'", "[{'role': 'system', 'content': 'be brief'}]", end, calls]
+    first, second, third, called = stepped(ClassConfig(factory=f"{HERE}:Says"), *texts)
+    assert called["messages"] == [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]
     assert first["messages"] == [{"role": "user", "content": "hello"}]
     assert second["messages"] == [{"role": "system", "content": "be brief"}]
     assert (third["done"], third["reward"], third["text"]) == (True, 2.0, "last")

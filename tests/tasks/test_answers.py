@@ -29,6 +29,7 @@ CALC = JsonlConfig(
     name="calc", path="calc.jsonl", reward=EnvironmentRewardConfig(), environment=AgentConfig(function="a:b")
 )
 QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}
 
 pytestmark = pytest.mark.usefixtures("harmless_modules")
 
@@ -133,6 +134,10 @@ def test_reset_gets_the_question_too() -> None:
         ("'<|im_end|>'", [said("user", "what is 1 + 1?<|im_end|>")]),
         ("[{'role': 'system', 'content': 'a'}, 'b']", [QUESTION, said("system", "a"), said("user", "b")]),
         ("{'messages': 'c'}", [QUESTION, said("user", "c")]),
+        (
+            repr([CALLED, said("tool", "2") | {"date": "today"}]),
+            [QUESTION, CALLED | {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}, said("tool", "2")],
+        ),
     ],
 )
 @pytest.mark.parametrize("asked", [QUESTION["content"], [QUESTION]])
@@ -147,6 +152,12 @@ def test_what_reset_returns_is_in_the_prompt(opening: str, messages: list[Any], 
     live, prompt_ids = begin_episode(environment, writer, prompt)
     assert prompt_ids == PromptEncoder(tokenizer, tasks).encode(Question(messages), where="row 1").token_ids
     assert live.step(Action(text="")) == "1"
+
+
+def test_a_key_of_an_answer_that_no_template_reads_is_refused_as_a_row_s() -> None:
+    assert continued("qwen2_5", said("user", "x") | {"date": "today"}) == continued("qwen2_5", said("user", "x"))
+    with pytest.raises(DataError, match=r"messages: the chat template drops 'name' of .* whose role is 'user'"):
+        continued("qwen2_5", said("user", "x") | {"name": "Ann"})
 
 
 def test_a_reset_that_fails_or_would_not_be_read_is_named() -> None:

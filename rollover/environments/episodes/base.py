@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ _MOST_IN_LOOP = 10_000
 _starting = threading.Lock()
 _WANTED = "return a text, messages, a table with messages, reward and done, or None"
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 Recovery = Literal["none", "replay", "snapshot", "live"]
 
 
@@ -109,17 +110,24 @@ def _messages(given: Any, role: str) -> Messages:
     if not isinstance(listed, Sequence):
         raise RefusedAnswer(f"it returned {type(given).__name__}: {_WANTED}")
     messages = [_message(message, role) for message in listed]
-    if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
+    if sum(len(str(value)) for message in messages for value in message.values()) > MOST_CHARACTERS:
         raise RefusedAnswer(f"its answer has more than {MOST_CHARACTERS:,} characters")
     return messages
 
 
-def _message(message: Any, role: str) -> dict[str, str]:
-    if isinstance(message, str):
-        message = {"content": message}
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+def _message(message: Any, role: str) -> dict[str, Any]:
+    """Return a message with all that it has beside role and text, for a template to read."""
+    given: Any = {"content": message} if isinstance(message, str) else message
+    if isinstance(given, Mapping):
+        given = {key: value for key, value in given.items() if value is not None}
+        given = {"role": role, **({"content": ""} if given.get("tool_calls") else {}), **given}
+    if not isinstance(given, Mapping) or not isinstance(given.get("content"), str):
         raise RefusedAnswer(f"a message of its answer is no text and has none: {message!r:.80}: {_WANTED}")
-    return {"role": str(message.get("role", role)), "content": whole(message["content"])}
+    try:
+        found: dict[str, Any] = json.loads(whole(json.dumps(given | {"role": str(given["role"])}, ensure_ascii=False)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RefusedAnswer(f"a message of its answer has what JSON does not have ({error}): {message!r:.80}") from None
+    return found
 
 
 def whole(text: str) -> str:

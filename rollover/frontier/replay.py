@@ -117,12 +117,12 @@ def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
 
 def _turns(timeline: Timeline) -> tuple[Turns | None, list[str]]:
     """Return the turns of the run's episodes as the simulator models them, and a note."""
-    acting = [one for sample in timeline.samples for one in sample.acting]
+    acting = [one for sample in timeline.samples for one in sample.answers]
     if not acting:
         return None, []
     times = [one.end_s - one.start_s for one in acting]
     mean_s, between = statistics.fmean(times), [one.num_tokens for one in acting if one.end is None]
-    sampled = sum(sample.num_tokens for sample in timeline.samples if sample.acting)
+    sampled = sum(sample.num_tokens for sample in timeline.samples if sample.answers)
     turns = Turns(
         tokens=max(1, round(sampled / len(acting))),
         answer_s=mean_s,

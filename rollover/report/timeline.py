@@ -86,6 +86,12 @@ class SampleTrace:
     waste: WasteCause | None = None
 
     @property
+    def answers(self) -> tuple[Acting, ...]:
+        """Return what answered turns: all but an opening, before which nothing was decoded."""
+        has_opening = [(s.num_tokens, s.finish_reason) for s in self.spans[:1]] == [(0, FinishReason.TURN)]
+        return self.acting[int(has_opening) :]
+
+    @property
     def finished(self) -> bool:
         """Return True if it ended by itself (stop or length), or its episode is over."""
         is_over = bool(self.acting) and self.acting[-1].end is not None

@@ -18,11 +18,13 @@ from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.record import read_timeline
 from rollover.report.throughput import TRAINED
+from rollover.report.timeline import Acting, DecodedSpan
 from rollover.rollout.events import BatchConsumed, BatchTrained, CheckpointSaved, Event, GroupOpened, SampleScored
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Latency, Scenario, Turns
+from rollover.types import FinishReason
 from tests.frontier.kit import LAW, REPLICA, small
 
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
@@ -139,7 +141,13 @@ def test_the_turns_of_episodes_are_measured_and_simulated_again(tmp_path: Path) 
     turns = Turns(tokens=8, answer_s=0.4, answer_sigma=0.3, observed_tokens=5)
     law = replace(LAW, sigma=0.5, loop_probability=0.0)  # no episode ends at the limit of its tokens
     setup = using("april", 2.0, lengths=law, turns=turns, reward=Latency(base_s=0.5))
-    found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
+    run = recorded_run(tmp_path / "run", setup, 12)
+    found, timeline = read_recorded(run), read_timeline(run)
+    opening = Acting(start_s=0.0, end_s=9.0, num_tokens=100)
+    asks = DecodedSpan(start_s=0.0, end_s=0.0, policy_version=0, num_tokens=0, finish_reason=FinishReason.TURN)
+    opened = (replace(s, spans=(asks, *s.spans), acting=(opening, *s.acting)) for s in timeline.samples)
+    with_openings = read_recorded(run, replace(timeline, samples=tuple(opened)))
+    assert with_openings.scenario.turns == found.scenario.turns, "an opening answers no turn"
     assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
     measured = found.scenario.turns
     assert measured is not None and measured.observed_tokens == 5

@@ -116,34 +116,30 @@ def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
 
 
 def accepted_names(
-    path: str, function: Callable[..., Any], columns: Collection[str], params: Collection[str]
+    path: str, function: Callable[..., Any], columns: Collection[str], params: Collection[str], whose: str
 ) -> set[str] | None:
-    """Return the names that the function takes by keyword; ``None`` for any.
+    """Return the names that the function, called ``whose`` in errors, takes by keyword; ``None`` for any.
 
     Raises:
         DataError: it requires more than it can get, does not take one of ``params``, or caches by its arguments.
     """
     if hasattr(_unwrapped(function), "cache_info"):
         raise DataError(
-            f"reward function {path} is wrapped in functools.cache or lru_cache, which cannot hash the lists that it "
-            "is called with; cache a function that it calls instead"
+            f"{whose} is wrapped in functools.cache or lru_cache, which cannot hash the lists that it is called with;"
+            " cache a function that it calls instead"
         )
     offered = {*ALWAYS_GIVEN, *columns, *params}
     parameters = parameters_of(path, function)
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise DataError(
-                f"reward function {path} takes {parameter.name!r} by position only; "
-                "write it as f(prompts, completions, **columns)"
+                f"{whose} takes {parameter.name!r} by position only; write it as f(prompts, completions, **columns)"
             )
-        optional = parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if not optional and parameter.name not in offered:
+        is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_one and parameter.default is parameter.empty and parameter.name not in offered:
             hint = nearest(parameter.name, offered)
             raise DataError(
-                f"reward function {path} asks for {parameter.name!r}, which is neither prompts, "
+                f"{whose} asks for {parameter.name!r}, which is neither prompts, "
                 f"completions, completion_ids, transcripts, a column nor in reward.params{hint}"
             )
     names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
@@ -151,7 +147,7 @@ def accepted_names(
         return None
     for name in params:
         if name not in names:
-            raise DataError(f"reward function {path} takes no {name!r} (reward.params){nearest(name, names)}")
+            raise DataError(f"{whose} takes no {name!r} (reward.params){nearest(name, names)}")
     return names
 
 

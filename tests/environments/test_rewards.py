@@ -141,7 +141,10 @@ def test_a_conversation_reaches_the_function_as_messages() -> None:
     [
         ("no_such_module:f", "cannot import 'no_such_module' (ModuleNotFoundError"),
         (f"{FUNCTIONS}:lenght", "no function 'lenght' in tests.environments.functions; did you mean 'length'?"),
-        (f"{FUNCTIONS}:wants_more", "wants_more asks for 'rubric', which is neither prompts"),
+        (
+            f"{FUNCTIONS}:wants_more",
+            f"source 's': reward function {FUNCTIONS}:wants_more asks for 'rubric', which is neither prompts",
+        ),
         (f"{FUNCTIONS}:narrow", "narrow asks for 'label'"),
         (f"{FUNCTIONS}:by_position", "takes 'prompts' by position only"),
     ],

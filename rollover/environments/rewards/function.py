@@ -97,12 +97,10 @@ class FunctionReward:
         self._config = config
         self._spec = spec
         self._function = import_function(config.function)
-        self._accepted = accepted_names(config.function, self._function, spec.columns, config.params)
+        whose = f"source {spec.source!r}: reward function {config.function}"
+        self._accepted = accepted_names(config.function, self._function, spec.columns, config.params, whose)
         if config.workers == 0 and not is_async(self._function):
-            raise DataError(
-                f"reward function {config.function} is not async and would block the run; "
-                "set reward.workers to 1 or more"
-            )
+            raise DataError(f"{whose} is not async and would block the run; set reward.workers to 1 or more")
 
     def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
         """Call the function. Raises ``MisshapenReward`` and ``RefusedReward`` for values that cannot be used, and any

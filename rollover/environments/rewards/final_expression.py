@@ -52,7 +52,15 @@ _MIXED = re.compile(rf"(?<![\w.,;/])(?<![\d,;] )(\d+)\s+(\d+)/(\d+)(?:\s+(?!{_NO
 _RELATION = re.compile(r"\s*(?:<(?!.*>\s*\Z)|[>≠≤≥]|\\(?:neq?|not\s*=|[lg](?:eq?|t|eqslant))(?![a-zA-Z]))")
 _ELEMENT = re.compile(r"\A\s*[a-zA-Z]\s*(?:\\in\b|∈)\s*(?=(?:\\left\s*)?(?:[(\[]|\\\{))")
 _DATE = re.compile(r"(?<![\w./-])\d{4}-\d\d-\d\d\Z")
+_RATIO = re.compile(r"(?<![\w.:/-])\d+(?::\d+)+\Z")
+_THOUSANDS = re.compile(r"(?<![\w.^])\d{1,3}(?:(?:\\[,;:! ]|[\u2009\u202f])\d{3})+(?!\d)")
+"""Digits in groups of three with a thin space between them."""
+_LABEL = re.compile(
+    r"\\boxed\{\s*(?:\\(?:text|math|mbox)[a-z]*\s*\{)?\s*\(([A-Z])\)(?:\\[ ,;:]|[\s~}])+(\S.*)\}\Z", re.DOTALL
+)
+"""Matches the label of a choice before its value: ``(C) 12``."""
 _CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?:?\s*(?:option\s+)?[$*(]*([A-Z])[)*$]*\Z")
+_TIME = re.compile(r"\\boxed\{\s*0?(\d{1,2}:[0-5]\d)\s*\}")
 _MEASURES = ("mm", "cm", "m", "km", "mg", "g", "kg", "ml", "l", "s", "min", "h")
 _MEASURE = re.compile(
     rf"\d[\s~\\,]*(?:\\(?:text|mathrm|mbox|rm)\s*\{{?\s*)?({'|'.join(_MEASURES)})(?:\^\{{?[23]\}}?)?[\s}}$.]*\Z"
@@ -60,16 +68,25 @@ _MEASURE = re.compile(
 
 
 def measure(expression: str) -> str | None:
-    r"""Return the unit after a number if it is a usual one. Example: ``cm`` of ``\boxed{5\text{ cm}}``."""
-    found = _MEASURE.search(expression)
+    r"""Return the unit after a number if it is a usual one, or a time of day, which is no ratio. Example: ``cm`` of
+    ``\boxed{5\text{ cm}}``."""
+    found = _MEASURE.search(expression) or _TIME.fullmatch(expression)
     return found and found[1]
 
 
+def readings(expression: str) -> list[tuple[str | None, str]]:
+    r"""Return what an expression may be read as, each after the label of a choice that it belongs to. Example: for
+    ``\boxed{\text{(C) } 12}``, ``\boxed{12}`` with the label ``C``, and ``\boxed{C}``."""
+    found = _LABEL.fullmatch(expression)
+    return [(found[1], boxed(found[2])), (None, boxed(found[1]))] if found else [(None, expression)]
+
+
 def plain(text: str) -> str:
-    """Write full-width signs, fractions and powers in ASCII. Example: ``"3 1/2 cm^{2}"`` for ``"３½ cm²"``."""
+    """Write full-width signs, fractions and powers in ASCII, and thousands without spaces. Example: ``"3 1/2 cm^{2}"``
+    for ``"３½ cm²"``."""
     text = re.sub("[¼-¾⅐-⅞]", lambda one: " " + unicodedata.normalize("NFKC", one[0]).replace("⁄", "/"), text)
     text = re.sub("[⁰¹²³⁴-⁹]+", lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
-    return text.translate(_WIDE)
+    return _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text.translate(_WIDE))
 
 
 def final_expression(text: str) -> str | None:
@@ -84,7 +101,7 @@ def final_expression(text: str) -> str | None:
     boxes = list(_boxes(text))
     if not boxes:
         text = _QUOTIENT.sub("/", text.rstrip(" \n.?!"))
-        if found := _CHOICE.search(text) or _DATE.search(text):
+        if found := _CHOICE.search(text) or _DATE.search(text) or _RATIO.search(text):
             return boxed(found[found.re.groups])
         text = _MIXED.sub(r"$\1\\frac{\2}{\3}$", text)
         text = _PAIR.sub(lambda found: f"${re.sub('[{}]', _escaped, found[1])}$", text)

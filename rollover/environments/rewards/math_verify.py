@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import AnswerSettings, ReferenceExtraction, reference_texts
-from rollover.environments.rewards.final_expression import final_expression, measure, reference_expression
+from rollover.environments.rewards.final_expression import final_expression, measure, readings, reference_expression
 from rollover.errors import RewardError, require
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
@@ -71,14 +72,17 @@ class MathVerifyReward:
 
     def score(self, sample: RewardSample) -> float:
         expressions = map(reference_expression, self._config.references(self._spec, sample.columns))
-        references = [(_parsed(expression), measure(expression)) for expression in expressions]
+        references = [one for expression in expressions for one in _read(expression)]
         try:
-            part = self._config.judged_part(sample)
-            read, unit = _parsed(part), measure(part)
-            fitting = (one for found, own in references if None in (own, unit) or own == unit for one in found)
-            return float(any(self._equal(reference, one) for reference in fitting for one in read))
+            pairs = product(references, _read(self._config.judged_part(sample)))
+            return float(any(self._fits(reference, answer) for reference, answer in pairs))
         except Exception:  # a number with more digits than Python reads, say
             return 0.0
+
+    def _fits(self, reference: _Reading, answer: _Reading) -> bool:
+        """Return whether two expressions agree, with no other label or unit if both have one."""
+        is_alike = all(None in pair or len({*pair}) == 1 for pair in zip(reference[:2], answer[:2], strict=True))
+        return is_alike and any(starmap(self._equal, product(reference[2], answer[2])))
 
     def _equal(self, reference: Any, answer: Any) -> bool:
         import math_verify
@@ -91,6 +95,14 @@ class MathVerifyReward:
         ]
         equal = math_verify.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
         return equal and not are_apart(*pair)
+
+
+_Reading = tuple[str | None, str | None, list[Any]]
+
+
+def _read(text: str) -> list[_Reading]:
+    """Return the ways to read an expression: its label as a choice, its unit, and what math-verify reads."""
+    return [(label, measure(form), _parsed(form)) for label, form in readings(text)]
 
 
 def _parsed(text: str) -> list[Any]:

@@ -145,22 +145,29 @@ def _sources(config: RunConfig) -> Iterator[str]:
     held_out = held_out_texts(tasks, [found[0] for _, found in evaluation if found and isinstance(found[0], RowSource)])
     trained = partial(check_source, seed=config.seed, held_out=held_out)
     taught = () if config.sft is None else config.warmup_sources
-    lessons = demonstrations(replace(tasks, train=taught), tokenizer, end=tokenizer.eos_token_id)
+    lessons = demonstrations(taught, tasks, tokenizer, end=tokenizer.eos_token_id)
     roles = (("train", tasks.train), ("sft", tuple(source for source in taught if source not in tasks.train)))
-    found = [(role, source, trained(source, tasks, tokenizer)) for role, sources in roles for source in sources]
+    found = [
+        (role, source, trained(source, tasks, tokenizer, teaches=role == "sft"))
+        for role, sources in roles
+        for source in sources
+    ]
     for role, source, checked in [*found, *(("eval", *each) for each in evaluation)]:
         opened, first = checked or (None, None)
-        worked = trained(source, tasks, tokenizer, teaches=True) if source in taught and role != "eval" else None
+        worked = checked if role == "sft" else None
+        if role == "train" and source in taught:
+            worked = trained(source, tasks, tokenizer, teaches=True)
         if worked:
             next(examples(worked[0], tokenizer, end=tokenizer.eos_token_id, lessons=lessons, context=context))
         size = f", {opened.num_given} rows" if isinstance(opened, RowSource) else ""
         size += ", which a run downloads: its rows have not been checked" * (checked is None)
         reply = f"; {opened.reply}" if opened and opened.reply else ""
-        scored_by = ", ".join(reward.kind for reward in source.all_rewards)
-        yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
-        for reward in source.all_rewards:
+        rewards = () if role == "sft" else source.all_rewards
+        scored_by = f", scored by {', '.join(reward.kind for reward in rewards)}" if rewards else ""
+        yield f"{role} source {source.name}: {source.kind}{size}{scored_by}{reply}"
+        for reward in rewards:
             yield from (f"  {finding}" for finding in reward.findings())
-        for part, each in (("", opened), ("warm-up: ", worked and worked[0])):
+        for part, each in (("", None if role == "sft" else opened), ("warm-up: ", worked and worked[0])):
             if each and each.left_out:
                 yield f"  warning: {part}{each.left_out}"
         if opened and first:

@@ -124,10 +124,9 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> None:
     assert config.model.scratch is not None
     shape = config.model.scratch
     progress.message("building a tokenizer and a model from scratch")
-    plain = replace(
-        config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
-    )
-    source = train_source(plain, build_tokenizer([]), seed=_warmup_seed(config), teaches=config.sft is not None)
+    plain = replace(config.tasks, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
+    taught = () if config.sft is None else config.warmup_sources
+    source = train_source(plain, build_tokenizer([]), seed=_warmup_seed(config), taught=taught)
     prompts = (source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS))
     texts = (f"{p.text}\n{source.solution(p)}" if config.sft is not None else p.text for p in prompts)
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
@@ -142,8 +141,8 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
     tokenizer = open_tokenizer(base)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
-    tasks = replace(config.tasks, train=config.warmup_sources)
-    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out, teaches=True)
+    tasks, taught = config.tasks, config.warmup_sources
+    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out, taught=taught)
     if source.left_out:
         progress.message(f"warm-up: {source.left_out}")
 
@@ -156,7 +155,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     class Worked:
         def __iter__(self) -> Iterator[Example]:  # as often as the warm-up begins
-            lessons = demonstrations(tasks, tokenizer, end=end)
+            lessons = demonstrations(taught, tasks, tokenizer, end=end)
             return examples(source, tokenizer, end=end, bare_answers=bare, lessons=lessons, context=context)
 
     worked = Worked()

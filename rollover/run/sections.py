@@ -31,7 +31,7 @@ class WarmupConfig(SFTConfig):
     """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
 
     sources: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
-    """Sources of the worked solutions; `tasks.train` when left out."""
+    """Sources of the worked solutions, which need no reward; `tasks.train` when left out."""
     bare_answers: float = 0.0
     """Share of the examples that show only the last line of the solution. The model then learns to guess as well as to
     work things out, which leaves reinforcement learning something to choose between."""

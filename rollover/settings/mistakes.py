@@ -95,11 +95,14 @@ class Mistakes:
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
         """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others and
         the file's own before inherited ones. Add what has set the keys in place of the file."""
-        words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
+        dotted_words = [word.strip(".").split(".") for word in re.findall(r"[A-Za-z_][\w.]*", message)]
+        words: list[KeyPath] = [
+            tuple(int(part) if part.isdecimal() else part for part in parts) for parts in dotted_words
+        ]
         mentioned = [path for word in words if (path := self._key_named(section, word))]
         text = f"{dotted(section)}: {message}" if section else message
-        if mentioned and message.startswith(words[0][0]) and self._key_named(section, words[0]) == mentioned[0]:
-            text = dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
+        if mentioned and message.startswith(str(words[0][0])) and self._key_named(section, words[0]) == mentioned[0]:
+            text = dotted(mentioned[0]) + message.removeprefix(dotted(words[0]))
         laid = {path: said for path in mentioned if (said := self._laid_over(path))}
         written = [path for path in mentioned if path in {*self.overridden, *self.document.lines, *laid}]
         written.sort(key=lambda path: (path not in self.overridden, path in self.document.files))
@@ -113,7 +116,7 @@ class Mistakes:
         is_overridden = path in self.overridden or (*path, "kind") in self.overridden
         return None if is_overridden else self.document.laid_over.get(path)
 
-    def _key_named(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
+    def _key_named(self, section: KeyPath, word: KeyPath) -> KeyPath | None:
         """Return the key that a word of a message names: one of its own section or, dotted, of one around it. A message
         about a table of a list, such as ``rewards.1``, may call it by the name of one: ``reward.url``."""
         if section[-2:-1] == (f"{word[0]}s",) and len(word) > 1:

@@ -99,6 +99,9 @@ class TasksConfig:
             names = [source.name for source in sources]
             if double := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
+            for number, source in enumerate(sources):
+                if source.lacking_reward:
+                    raise ValueError(f"{role}.{number}: {source.lacking_reward}")
         for source in self.eval:
             if len(source.rewards) > 1 or any(reward.compares_siblings for reward in source.all_rewards):
                 raise ValueError(

@@ -151,10 +151,12 @@ class Demonstration:
         return prompt_ids, response, is_own
 
 
-def demonstrations(config: TasksConfig, tokenizer: FastTokenizer, *, end: int) -> dict[str, Demonstration]:
-    """Return the lessons of the training sources whose environments give any."""
+def demonstrations(
+    sources: Sequence[SourceSettings], config: TasksConfig, tokenizer: FastTokenizer, *, end: int
+) -> dict[str, Demonstration]:
+    """Return the lessons of the sources whose environments give any."""
     found = {}
-    for source in config.train:
+    for source in sources:
         if source.environment is not None and source.environment.demonstrates:
             writer = AnswerWriter(encoder_of(source, config, tokenizer), source)
             found[source.name] = Demonstration(source.environment, writer, tokenizer, end)

@@ -81,17 +81,18 @@ def train_source(
     *,
     seed: int,
     held_out: Collection[str] = frozenset(),
-    teaches: bool = False,
+    taught: Sequence[SourceSettings] = (),
 ) -> PromptSource:
-    """Open the training mixture, without the prompts that ask what ``held_out`` contains and, if it ``teaches``, rows
-    without a response to learn. Raises ``DataError`` for anything wrong with a source."""
-    if not config.train:
+    """Open the training mixture, or that of the sources whose solutions are ``taught``, without the prompts that ask
+    what ``held_out`` contains and the rows without a response to learn. Raises ``DataError`` for anything wrong with a
+    source."""
+    if not (mixed := taught or config.train):
         raise DataError(NO_SOURCE)
-    given: dict[str, Any] = {"seed": seed, "held_out": held_out, "teaches": teaches}
-    sources = [open_source(source, config, tokenizer, **given) for source in config.train]
+    given: dict[str, Any] = {"seed": seed, "held_out": held_out, "teaches": bool(taught)}
+    sources = [open_source(source, config, tokenizer, **given) for source in mixed]
     if len(sources) == 1:
         return sources[0]
-    return MixtureSource(sources, [source.weight for source in config.train])
+    return MixtureSource(sources, [source.weight for source in mixed])
 
 
 def eval_sources(config: TasksConfig, tokenizer: FastTokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
@@ -168,12 +169,12 @@ def check_source(
     seed: int = 0,
     **chosen: Any,
 ) -> tuple[RowSource | EndlessSource, Prompt] | None:
-    """Open a source as ``open_source`` does, and its rewards and environment. Return it with the first prompt that a
-    run takes, or nothing if that needs a download. Raises ``DataError`` as a run would."""
+    """Open a source as ``open_source`` does, its environment and, unless it ``teaches``, its rewards. Return it with
+    the first prompt that a run takes, or nothing if that needs a download. Raises ``DataError`` as a run would."""
     if source.look_up():
         return None
     opened = open_source(source, config, tokenizer, seed=seed, **chosen)
-    for spec in opened.reward_specs:
+    for spec in () if chosen.get("teaches") else opened.reward_specs:
         spec.config.check(spec)
         spec.config.build(spec)
     encoder = encoder_of(source, config, tokenizer)

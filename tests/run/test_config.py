@@ -363,6 +363,12 @@ def test_a_dry_run_of_fine_tuning_describes_that_alone() -> None:
     assert "each step trains" not in told and "engine" not in told and "train source" not in told
 
 
+def test_a_source_that_is_only_taught_needs_no_reward(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    keys = ["--sft.sources", f"[{{ kind = 'jsonl', name = 'm', path = '{tmp_path}/m.jsonl' }}]"]
+    assert "sft source m: jsonl, 1 rows" in dry_run(build_config("quickstart", keys))
+
+
 def test_what_a_dry_run_prints_is_the_config_also_where_a_default_is_unset() -> None:
     found = list(keys_with_a_default_that_can_be_unset([RunConfig]))
     assert ["--engine.kind", "swarm", "--engine.admin", "none"] in found

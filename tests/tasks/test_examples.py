@@ -118,7 +118,7 @@ def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: 
     config = TasksConfig(train=(replace(SUMS, environment=environment),), prompt_suffix="\n")
     tokenizer = build_tokenizer(["1 + 2 = 3 - 4\n#### -3"])
     end = tokenizer.eos_token_id
-    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config, tokenizer, end=end)
+    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config.train, config, tokenizer, end=end)
     lengths = []
     for index, (_, response, is_own) in enumerate(
         islice(examples(source, tokenizer, end=end, bare_answers=0.5, lessons=lessons), 20)
@@ -141,6 +141,6 @@ def test_a_demonstration_that_fails_is_named() -> None:
     environment = ClassConfig(factory=f"{__name__}:Unprepared")
     config = TasksConfig(train=(replace(SUMS, environment=environment),))
     tokenizer = build_tokenizer(["1"])
-    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config, tokenizer, end=0)
+    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config.train, config, tokenizer, end=0)
     with pytest.raises(DataError, match=r"^environment of prompt sums/0@0, demonstrate: KeyError: 'worked'$"):
         next(examples(source, tokenizer, end=0, lessons=lessons))

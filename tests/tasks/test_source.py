@@ -253,7 +253,7 @@ def test_a_row_without_a_response_to_learn_is_left_out_of_a_warm_up(tmp_path: Pa
     rows = [{"instruction": "1+1", "output": output} for output in ("2", None, ["2"], 2)]
     config = TasksConfig(train=(jsonl(tmp_path / "a.jsonl", *rows, reward=judge),))
     assert train_source(config, char_tokenizer(), seed=0).left_out == ""
-    left_out = train_source(config, char_tokenizer(), seed=0, teaches=True).left_out
+    left_out = train_source(config, char_tokenizer(), seed=0, taught=config.train).left_out
     assert "leaves out 2 of 4 rows" in left_out and "a.jsonl, line 2: no column to learn from" in left_out
 
 

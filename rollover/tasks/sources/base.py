@@ -71,6 +71,18 @@ class SourceSettings(ABC):
     def all_rewards(self) -> tuple[RewardConfig, ...]:
         return self.rewards or (self.reward,)
 
+    @property
+    def lacking_reward(self) -> str:
+        """Return why responses cannot be scored, as those to the prompts of a warm-up never are; empty if they can."""
+        if self._verifier() or not any(reward.needs_verifier for reward in self.all_rewards):
+            return ""
+        is_unset = self.all_rewards == (VerifierConfig(),)
+        found = "no reward is set" if is_unset else "reward kind 'verifier' belongs to reasoning_gym"
+        mend = (
+            "set reward.kind to 'exact', 'math_verify', 'judge' or 'function', or list the source in sft.sources alone"
+        )
+        return f"source {self.name!r}: {found}; {mend}"
+
     def look_up(self) -> bool:
         """Return whether opening the dataset needs a download. Raises ``DataError`` when it could not be downloaded."""
         return False
@@ -147,12 +159,6 @@ class DatasetSettings(SourceSettings):
         SourceSettings.__post_init__(self)
         if not self.path:
             raise ValueError(f"source {self.name!r}: path is empty, and kind {self.kind!r} needs one")
-        if any(reward.needs_verifier for reward in self.all_rewards):
-            is_unset = self.all_rewards == (VerifierConfig(),)
-            found = "no reward is set" if is_unset else "reward kind 'verifier' belongs to reasoning_gym"
-            raise ValueError(
-                f"source {self.name!r}: {found}; set reward.kind to 'exact', 'math_verify', 'judge' or 'function'"
-            )
         if self.prompt_column in ((), ""):
             raise ValueError(f"source {self.name!r}: prompt_column is empty; name a column, or leave it out")
 

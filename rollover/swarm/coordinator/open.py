@@ -22,7 +22,7 @@ from rollover.errors import ConfigError, EngineError, RunError
 from rollover.hf.architecture import Architecture
 from rollover.hf.weights import number_format, read_weight_infos
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.engine import Publish, SwarmEngine
+from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
@@ -84,10 +84,16 @@ async def open_swarm(
     )
     credentials = Credentials(root / "workers.json")
     board = StatusBoard(root, run=root.parent.name, mode=config.mode)
+
+    def publish(version: int, source: WeightSource) -> Head:
+        published = publisher.publish(source)
+        board.published(published)
+        return published.head
+
     engine = SwarmEngine(
         config,
         _coordinator(config, identity, publisher, checks=checks),
-        _publishing(publisher, board),
+        publish,
         clock,
         number_format=number_format(folder),
         check_source=_fits(folder),
@@ -111,17 +117,6 @@ def _coordinator(config: SwarmConfig, run: RunIdentity, publisher: SwarmPublishe
         earlier=[(kept.run_epoch, Head(version=kept.version, manifest=kept.manifest)) for kept in publisher.kept],
         secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )
-
-
-def _publishing(publisher: SwarmPublisher, board: StatusBoard) -> Publish:
-    """Return the function that publishes weights and has it recorded."""
-
-    def publish(version: int, source: WeightSource) -> Head:
-        published = publisher.publish(source)
-        board.published(published)
-        return published.head
-
-    return publish
 
 
 async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoard) -> None:

@@ -192,14 +192,18 @@ class WeightFetcher:
 
     async def _manifest(self, digest: str) -> PublicationManifest:
         blob = await self._downloads.manifest(digest)
-        return await asyncio.to_thread(open_manifest, blob, self._key)
+        manifest = await asyncio.to_thread(open_manifest, blob, self._key)
+        if manifest.run_id != self._run_id:
+            raise PublicationRefused(
+                f"these are weights of the run {manifest.run_id!r}, not of {self._run_id!r}: is the address right?"
+            )
+        return manifest
 
     # -- what is refused ----------------------------------------------------------------------------------------------
 
     def _admit(self, link: _Link, head: Head, run_epoch: int) -> None:
         """Refuse a publication that was not announced, or is not news."""
         manifest = link.manifest
-        self._check_run(manifest)
         if (manifest.version, manifest.run_epoch) != (head.version, run_epoch):
             raise PublicationError(
                 f"version {head.version} of epoch {run_epoch} was announced, but its manifest is of version"
@@ -223,19 +227,12 @@ class WeightFetcher:
 
     def _check_base(self, link: _Link, above: PublicationManifest) -> None:
         base = link.manifest
-        self._check_run(base)
         if base.version != above.base_version or base.order >= above.order or base.model != above.model:
             raise PublicationError(
                 f"version {above.version} of epoch {above.run_epoch} cannot rest on version {base.version} of epoch"
                 f" {base.run_epoch}; it names version {above.base_version} of the same model"
             )
         self._check_size(base)
-
-    def _check_run(self, manifest: PublicationManifest) -> None:
-        if manifest.run_id != self._run_id:
-            raise PublicationRefused(
-                f"these are weights of the run {manifest.run_id!r}, not of {self._run_id!r}: is the address right?"
-            )
 
     def _check_size(self, manifest: PublicationManifest) -> None:
         num_bytes = manifest.weights.num_bytes

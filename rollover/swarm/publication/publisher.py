@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import zstandard
@@ -49,10 +49,6 @@ from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
 from rollover.weights.base import DTYPE_BYTES, TensorSpec, WeightSource
 from rollover.weights.folders import ServedFormats
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +158,13 @@ class SwarmPublisher:
 
     def _served(self, source: WeightSource) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""
+        import torch
+
         specs, contents = [], {}
         for name, tensor in self._formats.cast(source):
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype))
-            contents[name] = _content(tensor)
+            contents[name] = np.array(tensor.reshape(-1).view(torch.uint8).numpy(), copy=True)
         if unknown := {spec.dtype for spec in specs} - DTYPE_BYTES.keys():
             raise PublicationError(f"weights of the number formats {sorted(unknown)} cannot be published")
         return specs, contents
@@ -242,20 +240,16 @@ class SwarmPublisher:
         if len(self._log.chain) >= self._anchor_every:
             return None, f"every {self._anchor_every}th publication is full"
         if self._base is None:
+            tensors: TensorBytes = {}  # of the head, read from the disk
             try:
-                self._base = self._restored()
+                for kept in self._log.chain:
+                    tensors = materialise(self._manifest(kept), self.blobs, tensors)
             except PublicationError as error:
                 return None, f"the publication before cannot be read: {error}"
+            self._base = tensors
         if {name: content.nbytes for name, content in self._base.items()} != {n: c.nbytes for n, c in new.items()}:
             return None, "names or sizes of tensors have changed"
         return self._base, f"it is made from version {self._log.kept[-1].version}"
-
-    def _restored(self) -> dict[str, Bytes]:
-        """Read the tensors of the head from the disk."""
-        tensors: dict[str, Bytes] = {}
-        for kept in self._log.chain:
-            tensors = materialise(self._manifest(kept), self.blobs, tensors)
-        return tensors
 
     def _manifest(self, kept: KeptPublication) -> PublicationManifest:
         return open_manifest(self.blobs.read(kept.manifest), self.public_key)
@@ -286,11 +280,3 @@ def smaller_encoding(old: Bytes, new: Bytes, item_bytes: int) -> bytes | None:
     if len(encoded) < new.nbytes // 2:
         return encoded
     return encoded if len(encoded) < len(zstandard.ZstdCompressor(level=LEVEL).compress(new.data)) else None
-
-
-def _content(tensor: Tensor) -> Bytes:
-    """Return a copy of the bytes of a tensor of the CPU."""
-    import torch
-
-    content: Bytes = np.array(tensor.reshape(-1).view(torch.uint8).numpy(), copy=True)
-    return content

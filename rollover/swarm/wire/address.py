@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from rollover.errors import ConfigError
@@ -59,10 +59,6 @@ class CoordinatorAddress:
     def endpoint(self) -> tuple[str, int]:
         parts = urlsplit(f"//{self.netloc}")
         return parts.hostname or "", parts.port or (443 if self.is_encrypted else 80)
-
-    @property
-    def over_tls(self) -> CoordinatorAddress:
-        return replace(self, scheme="wss")
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.netloc}{self.path}"

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -120,7 +121,7 @@ async def open_connection(
     except (OSError, InvalidHandshake, InvalidProxy) as e:
         is_garbled = isinstance(e, InvalidMessage) and not address.is_encrypted
         if is_garbled and await speaks_tls(*address.endpoint, timeout_s=timeout_s):
-            raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
+            raise Refused(f"{address} speaks TLS: join {replace(address, scheme='wss')}") from e
         where = address if proxy is None else f"{address}, through the proxy {shown_proxy(proxy)},"
         path = urlsplit(address.session_url).path
         raise _not_opened(where, path, token, e, timeout_s, has_been_member=has_been_member) from e

@@ -78,7 +78,6 @@ class WorkerSession:
         spawn: starts a task that may outlive the session.
         probe: returns when the engine has shown that it lives.
         aim: called with every head.
-        ready: makes the ``Ready`` of the engine as it is now; ``None`` while there is none.
     """
 
     def __init__(
@@ -93,11 +92,10 @@ class WorkerSession:
         spawn: Callable[..., asyncio.Task[Any]],
         probe: Callable[[], Awaitable[None]],
         aim: Callable[[messages.Head], None],
-        ready: Callable[[], messages.Ready | None],
     ) -> None:
         self._connection, self._lease, self._clock = connection, lease, clock
         self._held, self._calls, self._host = held, calls, host
-        self._spawn, self._probe, self._aim, self._make_ready = spawn, probe, aim, ready
+        self._spawn, self._probe, self._aim = spawn, probe, aim
         self._queue: deque[messages.FromWorker] = deque()
         """Messages that go before all tokens; few, since each tells of an event."""
         self._wake = asyncio.Event()
@@ -123,7 +121,7 @@ class WorkerSession:
 
     def post_ready(self) -> None:
         """Tell what the engine can do, when that is not known yet, or has changed."""
-        ready = self._make_ready()
+        ready = self._host.ready()
         if ready is not None and ready != self._ready:
             self._ready = ready
             self.post(ready)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +32,6 @@ from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import (
-    CoordinatorConnection,
     Disconnected,
     OlderEpoch,
     Refused,
@@ -130,13 +129,13 @@ class SwarmWorker:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                others = [self._spawn(self._follow()), self._spawn(self._tell())]
+                others = [self._spawn(self._or_fail(self._follower.run)), self._spawn(self._tell())]
                 await self._stay_connected()
                 for task in others:
                     task.cancel()
                 self._calls.release([stream.call_id for stream in self._held])
         except BaseExceptionGroup as group:
-            if (error := _single(group)) is not None:
+            if len(group.exceptions) == 1 and isinstance(error := group.exceptions[0], RolloverError):
                 raise error from None
             raise
         finally:
@@ -202,7 +201,17 @@ class SwarmWorker:
             hello_s, hello = self._clock.now_s(), self._hello()
             welcome = await greet(connection, hello, self._address, timeout_s)
             self._accept(welcome, hello)
-            session = self._session = self._open_session(connection, LeaseWatch(welcome.ttl_s, hello_s))
+            session = self._session = WorkerSession(
+                connection,
+                LeaseWatch(welcome.ttl_s, hello_s),
+                held=self._held,
+                calls=self._calls,
+                host=self._host,
+                clock=self._clock,
+                spawn=self._spawn,
+                probe=self._probe,
+                aim=self._follower.aim,
+            )
             self._begin(session, hello, welcome)
             try:
                 await session.run(self._leaving(), self._config.leave_timeout_s)
@@ -248,20 +257,6 @@ class SwarmWorker:
             f" version {welcome.head.version}"
         )
 
-    def _open_session(self, connection: CoordinatorConnection, lease: LeaseWatch) -> WorkerSession:
-        return WorkerSession(
-            connection,
-            lease,
-            held=self._held,
-            calls=self._calls,
-            host=self._host,
-            clock=self._clock,
-            spawn=self._spawn,
-            probe=self._probe,
-            aim=self._follower.aim,
-            ready=self._host.ready,
-        )
-
     async def _leaving(self) -> str:
         await self._stopping.wait()
         if isinstance(self._error, EngineBroken):
@@ -295,21 +290,15 @@ class SwarmWorker:
         self._say(f"version {failure.version} is not served: {failure.reason}")
 
     async def _probe(self) -> None:
-        try:
-            await self._host.probe()
-        except EngineBroken as e:
-            self._fail(e)
+        await self._or_fail(self._host.probe)
 
-    async def _follow(self) -> None:
+    async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Leave for good when the engine cannot be used any more, or there are no weights for it."""
         try:
-            await self._follower.run()
+            await work()
         except (EngineBroken, PublicationRefused) as e:
-            self._fail(e)
-
-    def _fail(self, error: EngineBroken | PublicationRefused) -> None:
-        """Leave for good: the engine cannot be used any more, or there are no weights for it."""
-        self._error = self._error or error
-        self.stop(str(error))
+            self._error = self._error or e
+            self.stop(str(e))
 
     async def _tell(self) -> None:
         """Report every minute how the worker is doing."""
@@ -336,11 +325,3 @@ class SwarmWorker:
         if line != self._last_said:
             self._say(line)
         self._last_said = line
-
-
-def _single(group: BaseExceptionGroup) -> RolloverError | None:
-    """Return the one failure in a group that is meant for the user."""
-    if len(group.exceptions) != 1:
-        return None
-    error = group.exceptions[0]
-    return error if isinstance(error, RolloverError) else None

@@ -141,7 +141,7 @@ class Coordinator:
         if held and not all(map(self._publications.knows, hello.served)):
             effects.append(Send(member.lease, messages.Release(call_ids=tuple(held))))
             held = {}
-        self._confirm(member, hello.served)
+        member.served.update((head.version, head.manifest) for head in hello.served if self._publications.knows(head))
         effects += self._assignments.lost(member, started_again, member.calls - held.keys())
         offers = []
         for call_id, offer in held.items():
@@ -154,10 +154,6 @@ class Coordinator:
             if (waiting_id := self._calls.waiting.of_sample(sample_key)) is not None:
                 effects += self._assignments.adopt(waiting_id)
         return effects
-
-    def _confirm(self, member: SwarmMember, heads: Iterable[messages.Head]) -> None:
-        """Record that tokens of a member may come from these publications, as far as they are known."""
-        member.served.update((head.version, head.manifest) for head in heads if self._publications.knows(head))
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
         """Record that the connection of a lease is gone; the lease lasts until its time is over."""

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from rollover.weights.folders import WeightFolders
 
 
-def _ignore(line: str) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """The surroundings in which an engine is opened."""
@@ -57,7 +53,7 @@ class EngineSetup:
     """Calls want the routes of their tokens (``rollover.routes``)."""
     device: str | None = None
     """The GPU from which this process sends the weights of a folder to servers over NCCL; the first when left out."""
-    notify: Callable[[str], None] = _ignore
+    notify: Callable[[str], None] = lambda line: None
     """Shows the user a line about the engine."""
 
 
@@ -100,18 +96,12 @@ class EngineFacts:
     ``ConfigError`` if it has no room for them; ``None`` if servers are started on this machine."""
 
 
-def no_notes(config: EngineConfig, facts: EngineFacts) -> Sequence[str]:
-    """Check nothing: only a running server knows which models it serves."""
-    del config, facts
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """A kind of engine. The functions import what they need when they run."""
 
     config: type[EngineConfig]
     open: Callable[[Any, EngineSetup], Awaitable[OpenedEngine]]
-    preflight: Callable[[Any, EngineFacts], Sequence[str]] = no_notes
+    preflight: Callable[[Any, EngineFacts], Sequence[str]] = lambda config, facts: ()
     """Returns what a user should know before anything is opened. Raises ``ConfigError`` or ``ModelError`` for what the
     engine would refuse when it is opened, as far as that is known without weights."""

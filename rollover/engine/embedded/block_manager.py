@@ -26,7 +26,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-NULL_BLOCK = 0
 BlockCopy = tuple[int, int]
 """Source and destination block. All copies of one list are made at once, before anything else is written."""
 Key = bytes

@@ -120,6 +120,7 @@ class EngineCore:
 
     @property
     def capabilities(self) -> Capabilities:
+        prefill_tokens = CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
         return Capabilities(
             max_running=self._config.max_running,
             max_context_tokens=self._max_context,
@@ -127,14 +128,8 @@ class EngineCore:
             in_flight_update=True,
             seeded=True,
             number_format=str(sizing.dtype_of(self._config)).removeprefix("torch."),
-            prefill_tokens_per_iteration=self._prefill_tokens_per_iteration,
+            prefill_tokens_per_iteration=math.inf if self._config.kv_on_update == "keep" else prefill_tokens,
         )
-
-    @property
-    def _prefill_tokens_per_iteration(self) -> float:
-        if self._config.kv_on_update == "keep":
-            return math.inf
-        return CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
 
     def add(self, request: GenerateRequest) -> None:
         """Open a call. Raises ``EngineError`` for a request that cannot run; it then leaves no trace."""

@@ -107,7 +107,12 @@ class ThreadLoop:
         for outputs, future, error in done:
             if outputs:
                 self._deliver(outputs)
-            _settle(future, error)
+            if future.done():  # its caller was cancelled
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
 
     def _step(self) -> None:
         try:
@@ -192,9 +197,8 @@ class LockstepLoop:
 
 def failure(cause: Exception) -> RolloverError:
     """Make the error that open calls get when an iteration failed."""
-    out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(cause)
     error: RolloverError
-    if out_of_memory:
+    if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(cause):
         error = ResourceError(
             "the engine ran out of memory during an iteration; lower engine.kv_cache_bytes, "
             "engine.prefill_chunk_tokens or engine.max_running"
@@ -205,12 +209,3 @@ def failure(cause: Exception) -> RolloverError:
         error = EngineError(f"the engine failed during an iteration: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():  # its caller was cancelled
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

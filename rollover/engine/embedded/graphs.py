@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.experts import ApplyExperts, apply_to_all
+from rollover.engine.embedded.experts import apply_to_all
 from rollover.engine.embedded.kv_cache import KVCache, SlotMapping
 from rollover.engine.embedded.model import Attention, Decoder, Layer
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner, wanted_routes
@@ -44,8 +44,13 @@ class GraphModelRunner(TorchModelRunner):
         self._inputs = _Inputs(bucket(self._most, self._most), width, sizes.num_blocks, device)
         self._recordings: dict[int, _Recording] = {}
         self._shared = _SharedMemory()
-        self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
-        self._recorded = Decoder(self._weights, dtype, _fixed_experts(device))
+        self._fits_triton, experts = False, apply_to_all
+        if device.type == "cuda" and find_spec("triton") is not None:
+            from rollover.engine.embedded.experts_triton import apply_with_triton
+            from rollover.engine.embedded.paged_triton import fits
+
+            self._fits_triton, experts = fits(arch.head_dim, sizes.block_size), apply_with_triton
+        self._recorded = Decoder(self._weights, dtype, experts)
 
     def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         num_seqs = len(params)
@@ -79,15 +84,6 @@ class GraphModelRunner(TorchModelRunner):
 
             return TritonAttention(self.kv, self._rotary, tables_BN, lengths_B)
         return GatheredAttention(self.kv, self._rotary, tables_BN, lengths_B)
-
-
-def _fixed_experts(device: torch.device) -> ApplyExperts:
-    """Return how to compute experts in launches of fixed sizes."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return apply_to_all
-    from rollover.engine.embedded.experts_triton import apply_with_triton
-
-    return apply_with_triton
 
 
 class GatheredAttention:
@@ -185,11 +181,3 @@ def bucket(num_seqs: int, most: int) -> int:
     ``most``."""
     step = max(1, 2 ** (num_seqs - 1).bit_length() // _STEPS)
     return min(most, -(-num_seqs // step) * step)
-
-
-def has_triton(head_dim: int, block_size: int) -> bool:
-    if find_spec("triton") is None:
-        return False
-    from rollover.engine.embedded.paged_triton import fits
-
-    return fits(head_dim, block_size)

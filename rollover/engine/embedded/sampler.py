@@ -74,14 +74,10 @@ def sample(
         logits_BV = logits_BV.index_copy(0, rows, left_CV)
         temperatures[cut] = 1.0
         if any(p.returns_kept for p in params):
-            found = dict(zip(cut, _kept_sets(left_CV), strict=True))
+            rows_N, ids_N = left_CV.isfinite().nonzero().cpu().numpy().T
+            found = dict(zip(cut, encode_kept(np.bincount(rows_N, minlength=len(cut)), ids_N), strict=True))
             kept = [found[i] if p.returns_kept and p.is_cut else b"" for i, p in enumerate(params)]
     return *(draw or draw_tokens)(logits_BV, temperatures, uniforms_B), kept
-
-
-def _kept_sets(left_BV: Tensor) -> tuple[bytes, ...]:
-    rows_N, ids_N = left_BV.isfinite().nonzero().cpu().numpy().T
-    return encode_kept(np.bincount(rows_N, minlength=len(left_BV)), ids_N)
 
 
 def draw_tokens(

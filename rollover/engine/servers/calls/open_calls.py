@@ -111,7 +111,8 @@ class OpenCalls:
 
     def start(self, request: GenerateRequest) -> GenerationCall:
         """Open a call and send it as soon as the gate allows. Raises ``EngineError`` for a request that cannot run."""
-        self._check(request)
+        self._used_ids.check(request.request_id)
+        check_limits(request, self.max_context_tokens, self._client)
         stops = None
         if request.params.stop_strings:
             stops = self._stop_strings = self._stop_strings or StopStrings(self._model.path)
@@ -170,16 +171,7 @@ class OpenCalls:
         self._prefilled_tokens += lost
         self._reprefilled_tokens += lost
 
-    def _count_cached(self, call: GenerationCall, num_cached_tokens: int) -> None:
-        cached = min(num_cached_tokens, call.num_input_tokens)
-        self._prefilled_tokens -= cached
-        self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
-
     # -- one call --------------------------------------------------------------------------------------------
-
-    def _check(self, request: GenerateRequest) -> None:
-        self._used_ids.check(request.request_id)
-        check_limits(request, self.max_context_tokens, self._client)
 
     async def _read(self, call: GenerationCall) -> None:
         """Send a call and read it to its end; after a stop string that only we have seen, to the server's end of it."""
@@ -190,7 +182,9 @@ class OpenCalls:
             self._reprefilled_tokens += len(call.request.response_ids)
             async with aclosing(self._dialect.decode(call)) as deltas:
                 async for delta in deltas:
-                    self._count_cached(call, delta.num_cached_tokens)
+                    cached = min(delta.num_cached_tokens, call.num_input_tokens)
+                    self._prefilled_tokens -= cached
+                    self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
                     if not call.ended.is_set():
                         self._take(call, delta)
             if call.asked_to_stop and len(call.response) == len(call.request.response_ids):
@@ -255,12 +249,6 @@ class OpenCalls:
                 return
             if self._check_of_weights is None or self._check_of_weights.done():
                 self._check_of_weights = self._tasks.start(self.check_weights())
-                self._check_of_weights.add_done_callback(_retrieve_error)
+                # All who wait for it may be cancelled, and asyncio complains of an error that nobody retrieves.
+                self._check_of_weights.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._check_of_weights)
-
-
-def _retrieve_error(task: asyncio.Task[None]) -> None:
-    """Retrieve a check's error: all who wait for it may have been cancelled, and asyncio would complain of an error
-    that was never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -50,7 +50,7 @@ class GroupUpdate:
         out = [member for member in members if member.is_down]
         failed, ends = await asyncio.gather(
             self._members.each([member for member in members if not member.is_down], act, limit_s, what),
-            asyncio.gather(*(_failure(in_time(act(member), limit_s, member.name, what)) for member in out)),
+            asyncio.gather(*(failure_of(in_time(act(member), limit_s, member.name, what)) for member in out)),
         )
         return failed | {member: end for member, end in zip(out, ends, strict=True) if end is not None}
 
@@ -114,7 +114,7 @@ class _GroupFailed(Exception):
         """True when the servers at fault are among the failed ones."""
 
 
-async def _failure(work: Coroutine[Any, Any, None]) -> EngineError | None:
+async def failure_of(work: Coroutine[Any, Any, None]) -> EngineError | None:
     try:
         await work
     except EngineError as e:

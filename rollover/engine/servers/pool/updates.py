@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from rollover.engine.background import in_time, within
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.pool.group_updates import GroupUpdate
+from rollover.engine.servers.pool.group_updates import GroupUpdate, failure_of
 from rollover.engine.servers.pool.members import Member, Members
 from rollover.engine.servers.weights.served import MemoryHeld
 from rollover.errors import EngineError, EngineTimeout
@@ -72,7 +72,10 @@ class PoolUpdates:
         if self.is_asleep:  # from now on members that are gone may come back
             self.is_asleep = False
             self._resumed.set()
-            await self._find_those_that_died()
+            failed = await self._members.each(
+                self._members.in_service, lambda member: member.engine.pause(), self._switch_timeout_s, "answer"
+            )
+            self._members.take_out(failed)  # those that died meanwhile
         if not self._members.in_service:
             with suppress(EngineError):  # said below, with why
                 await self._members.until_one_is_up(self._is_awaited)
@@ -86,12 +89,6 @@ class PoolUpdates:
             self._paused = None
             self._resumed.set()
             raise EngineError(f"no engine could be paused; {self._members.why_none()}")
-
-    async def _find_those_that_died(self) -> None:
-        failed = await self._members.each(
-            self._members.in_service, lambda member: member.engine.pause(), self._switch_timeout_s, "answer"
-        )
-        self._members.take_out(failed)
 
     async def _pause_one(self, member: Member) -> None:
         await member.engine.pause()
@@ -211,8 +208,4 @@ def _is_sent(source: WeightSource) -> TypeGuard[SentByHolder]:
 async def _put_to_sleep(member: Member) -> EngineError | None:
     if (sleeper := member.engine.sleeper) is None:
         return MemoryHeld(f"{member.name} cannot give its memory back")
-    try:
-        await sleeper.sleep()
-    except EngineError as e:
-        return e
-    return None
+    return await failure_of(sleeper.sleep())

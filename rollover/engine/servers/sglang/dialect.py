@@ -210,11 +210,13 @@ class SGLangDialect(NamedCalls):
             "sampling_seed": request.seed >> 1,
             "stream_interval": self._config.stream_interval_tokens,
         }
+        # Leaves out the rows before the row that gives the first token of the call.
+        from_last_row = {"routed_experts_start_len": len(request.prompt_ids) + len(request.response_ids) - 1}
         return {
             **body,
             "extra_key": call.label,
             **({"return_sampling_mask": True} if params.returns_kept else {}),
-            **({"return_routed_experts": True, **_from_last_row(request)} if params.returns_routes else {}),
+            **({"return_routed_experts": True, **from_last_row} if params.returns_routes else {}),
             **self._adapter(),
         }
 
@@ -233,8 +235,3 @@ class SGLangDialect(NamedCalls):
 
     async def thaw(self) -> None:
         await self._client.call("POST", "/continue_generation", body={"torch_empty_cache": False})
-
-
-def _from_last_row(request: GenerateRequest) -> dict[str, int]:
-    """Return the setting that leaves out the rows before the row that gives the first token of the call."""
-    return {"routed_experts_start_len": len(request.prompt_ids) + len(request.response_ids) - 1}

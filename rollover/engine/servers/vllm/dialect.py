@@ -24,7 +24,7 @@ from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import Answer
 from rollover.engine.servers.http.client import HTTPClient, meant_for
-from rollover.engine.servers.vllm.answers import Choice, Completion, Models, PauseState, WeightInfo
+from rollover.engine.servers.vllm.answers import Completion, Models, PauseState, WeightInfo
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.weights import VLLMWeights
 from rollover.engine.servers.weights.endpoint import WeightTerms
@@ -127,7 +127,12 @@ class VLLMDialect:
                 if event.cached_tokens is not None:
                     yield Delta(num_cached_tokens=event.cached_tokens)
                 if event.choices:
-                    yield _delta(event.choices[0])
+                    choice = event.choices[0]
+                    yield Delta(
+                        token_ids=tuple(choice.token_ids),
+                        logprobs=tuple(choice.logprobs),
+                        finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
+                    )
 
     def _body(self, call: GenerationCall) -> dict[str, Any]:
         """Name every field that a server default could change."""
@@ -187,14 +192,6 @@ class VLLMDialect:
         self._is_frozen = False
         await self._client.call("POST", "/resume")
         self._is_stopping = False
-
-
-def _delta(choice: Choice) -> Delta:
-    return Delta(
-        token_ids=tuple(choice.token_ids),
-        logprobs=tuple(choice.logprobs),
-        finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
-    )
 
 
 def call_seed(seed: int, num_decoded: int) -> int:

@@ -173,16 +173,13 @@ class ClusterServer:
         log_at = self._log_at
         look: Look = await self._ask(self._keeper.look.remote(log_at), "answer", self._config.health_timeout_s)
         if log_at == self._log_at:  # no other look has written it meanwhile
-            self._write_log(look.log)
+            self._log_at += len(look.log)
+            if look.log:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                make_private(self._log)  # servers print their arguments
+                with self._log.open("ab") as file:
+                    file.write(look.log)
         return look
-
-    def _write_log(self, log: bytes) -> None:
-        self._log_at += len(log)
-        if log:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            make_private(self._log)  # servers print their arguments
-            with self._log.open("ab") as file:
-                file.write(log)
 
     async def _end(self) -> None:
         """Stop the server and give its place back; return when both are done or their deadlines have passed."""

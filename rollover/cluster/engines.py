@@ -48,19 +48,17 @@ def engine_forms(cluster: ClusterConfig, engine: ServerConfig) -> tuple[EngineFo
     groups = cluster.engines
     if isinstance(groups, int):
         groups = (EngineGroup(count=groups),) if groups else ()
-    return tuple(form for group in groups for form in _forms(cluster, engine, group))
-
-
-def _forms(cluster: ClusterConfig, engine: ServerConfig, group: EngineGroup) -> Iterator[EngineForm]:
-    args = (*engine.launch_args, *group.args)
-    form = EngineForm(
-        devices=num_devices(args) if group.devices is None else group.devices,
-        resources={**cluster.engine_resources, **group.resources},
-        max_running=engine.running() if group.max_running is None else group.max_running,
-        args=args,
-    )
-    for _ in range(group.count):
-        yield form
+    forms: list[EngineForm] = []
+    for group in groups:
+        args = (*engine.launch_args, *group.args)
+        form = EngineForm(
+            devices=num_devices(args) if group.devices is None else group.devices,
+            resources={**cluster.engine_resources, **group.resources},
+            max_running=engine.running() if group.max_running is None else group.max_running,
+            args=args,
+        )
+        forms += [form] * group.count
+    return tuple(forms)
 
 
 class ClusterEngines:

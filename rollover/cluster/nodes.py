@@ -139,12 +139,8 @@ def written(resources: Mapping[str, float]) -> str:
 
     Example: ``{"GPU": 1.0, "h100": 0.5}`` gives "GPU 1, h100 0.5".
     """
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items(), key=_ray_first)) or "nothing"
-
-
-def _ray_first(resource: tuple[str, float]) -> tuple[bool, str]:
-    name, _ = resource
-    return name not in ("CPU", "GPU", "memory"), name
+    names = sorted(resources, key=lambda name: (name not in ("CPU", "GPU", "memory"), name))
+    return ", ".join(f"{name} {resources[name]:g}" for name in names) or "nothing"
 
 
 def described(nodes: Sequence[ClusterNode]) -> str:

@@ -308,12 +308,7 @@ def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
 
 
 def described_ranks(hosts: Sequence[HostFacts], *, role: str) -> str:
-    """Say where the ranks are.
-
-    Args:
-        hosts: of each rank.
-        role: of the ranks.
-    """
+    """Say where the ranks of this role are, given the host of each."""
     by_node: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_node.setdefault(host.node_id, []).append(rank)

@@ -49,11 +49,8 @@ class ServedFormats:
 
 
 class WeightFolders:
-    """``root/v<version>``, each with ``model.safetensors`` and the config and tokenizer of the model it is ``like``.
-
-    Number formats are taken from the weights in ``like``: a model that came in bfloat16 is served in bfloat16. If
-    ``like`` has an output matrix of its own and the weights are tied, the input matrix is written twice.
-    """
+    """``root/v<version>``, each with ``model.safetensors``, in ``ServedFormats``, and the config and tokenizer of the
+    model it is ``like``."""
 
     def __init__(self, root: Path, *, like: Path) -> None:
         self._root = root
@@ -77,7 +74,10 @@ class WeightFolders:
         remedy = "make room, or set engine.weights_dir to a place on another disk"
         write_folder(folder, fill, remedy=remedy, durable=False)
         self._written = [*(f for f in self._written if f != folder), folder][-_KEPT:]
-        self._prune()
+        for path in self._root.iterdir():
+            if _OURS.fullmatch(path.name) and path not in self._written:
+                with suppress(OSError):  # a server may keep a file in it open on a network file system
+                    shutil.rmtree(path)
         return folder
 
     def _fill(self, folder: Path, source: WeightSource) -> None:
@@ -86,9 +86,3 @@ class WeightFolders:
         write_companions(self._companions, folder)
         tensors = dict(self.formats.cast(source))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def _prune(self) -> None:
-        for path in self._root.iterdir():
-            if _OURS.fullmatch(path.name) and path not in self._written:
-                with suppress(OSError):  # a server may keep a file in it open on a network file system
-                    shutil.rmtree(path)

@@ -215,7 +215,15 @@ class Lease:
         """
         self._is_changing = True
         try:
-            self._wait()
+            with self._state:
+                last_s = max((deadline_s for _, deadline_s in self._loans.values()), default=0.0)
+                left_s = max(0.0, last_s - time.monotonic()) + _CLOSE_S
+                if not self._state.wait_for(lambda: not self._loans, left_s):
+                    version = next(iter(self._loans.values()))[0]
+                    raise EngineTimeout(
+                        f"weights of version {version} have not been given back by whoever sends them, {_CLOSE_S:g} s"
+                        " after their transfer should have ended (engine.load_timeout_s): resume the run"
+                    )
             yield
         finally:
             self._is_changing = False
@@ -229,17 +237,6 @@ class Lease:
             self._num_lent += 1
             self._loans[number := self._num_lent] = version, time.monotonic() + timeout_s
         return partial(self._give_back, number)
-
-    def _wait(self) -> None:
-        with self._state:
-            last_s = max((deadline_s for _, deadline_s in self._loans.values()), default=0.0)
-            left_s = max(0.0, last_s - time.monotonic()) + _CLOSE_S
-            if not self._state.wait_for(lambda: not self._loans, left_s):
-                version = next(iter(self._loans.values()))[0]
-                raise EngineTimeout(
-                    f"weights of version {version} have not been given back by whoever sends them, {_CLOSE_S:g} s after"
-                    " their transfer should have ended (engine.load_timeout_s): resume the run"
-                )
 
     def _give_back(self, number: int) -> None:
         with self._state:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from rollover.environments.episodes.arguments import fitted
 from rollover.environments.episodes.base import (
     Action,
     EnvironmentSettings,
@@ -152,6 +151,8 @@ class Tools(LiveEpisode):
         """Call a tool, outside any event loop, which it may start itself; return its answer, if need be to await."""
         if call.problem:
             return f"Error: {call.problem}"
+        from rollover.environments.episodes.arguments import fitted
+
         function = self._functions.get(call.name)
         if function is None:
             return f"Error: there is no tool {call.name!r}{nearest(call.name, self._functions)}"

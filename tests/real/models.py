@@ -16,6 +16,8 @@ from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import open_model, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 
+TOLERANCE = 1e-4
+"""Between a server's log-probs and transformers', both float32; nats."""
 SHAPE = ScratchConfig(
     hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, max_position=512, tie_embeddings=False
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,18 @@ import httpx
 import numpy as np
 
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.start import supervisor
 from rollover.engine.servers.start.launch import free_port
+from rollover.engine.servers.weights.endpoint import WeightTerms
+from rollover.engine.servers.weights.ownership import Ownership
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Trajectory
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import FullEngine
 from tests.speed import within
 
 START_S = within(900.0)
@@ -109,6 +117,50 @@ class RealServer:
 
     def _end_of_log(self, what: str) -> str:
         return f"{self.url} {what}:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+@contextmanager
+def running(servers: Sequence[RealServer]) -> Iterator[None]:
+    """They start side by side."""
+    for server in servers:
+        server.start()
+    try:
+        for server in servers:
+            server.wait_until_ready()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@asynccontextmanager
+async def engine_over(dialect: Any, url: str, folder: Path, config: ServerConfig) -> AsyncIterator[ServerEngine]:
+    client, model = HTTPClient(url, config), ModelFolder.read(folder)
+    engine = ServerEngine(
+        client, config, model, dialect(client, config, model, WeightTerms()), ownership=Ownership("real")
+    )
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def update(engine: FullEngine, version: int, folder: Path) -> None:
+    await engine.pause()
+    try:
+        await engine.load(version, FolderWeights(version, folder))
+    finally:
+        await engine.resume()
+
+
+def decode_with(engine: Mapping[str, Any]) -> None:
+    """Put this section in place of the one in ``run.toml``."""
+    before, _, after = Path("run.toml").read_text().partition("[engine]")
+    env = engine.get("launch_env", {})
+    lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items() if value is not env]
+    lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in env.items())]
+    Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
 
 
 Drawn = Counter[tuple[tuple[int, ...], int, np.float32]]

@@ -26,14 +26,12 @@ from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.joining import work_for
 from tests.engine.contract import collect, request, tokens
-from tests.real.models import logprobs, reference
+from tests.real.models import TOLERANCE, logprobs, reference
 from tests.speed import within
 from tests.swarm.test_worker_real import swarm, weights
 
 DEADLINE_S = within(600.0)
 NUM_TRIES = 20
-TOLERANCE = 1e-4
-"""Between a server's log-probs and transformers', both float32; nats."""
 PROMPT = (5, 6, 7)
 CONTEXT = 480
 """SGLang keeps some of the model's 512 for itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from rollover.trainer.models import open_model
 from rollover.trainer.packing import TrainingSample, pack
 from tests import runs
 from tests.real import sglang_server, test_vllm
+from tests.real.models import TOLERANCE
+from tests.real.servers import decode_with
 from tests.run.test_train import EVERY_VERSION
 
-TOLERANCE = 1e-4
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 128}
 """Servers on a CPU want matrices and heads of usual sizes."""
 LORA = ("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter", "--trainer.learning_rate", "0.01")
@@ -54,7 +54,8 @@ def test_a_run_samples_from_the_adapters_of_the_version_that_a_token_has(tmp_pat
     """
     model = runs.save_model(tmp_path / "source", **SHAPE)
     with runs.working_in(tmp_path, model):
-        start_servers_of(kind())
+        limits = {"max_running": 8, "control_timeout_s": 300.0, "abort_timeout_s": 60.0}
+        decode_with({"launch": True, **limits, **kind()})
         options = ("--rollout.strategy", "april", "--rollout.max_staleness", "1", "--steps", "3")
         assert cli.main(["train", "run.toml", "--run-dir", "out", *EVERY_VERSION, *LORA, *options]) == 0
         batches = runs.batches(Path("out"))
@@ -75,13 +76,3 @@ def test_a_run_samples_from_the_adapters_of_the_version_that_a_token_has(tmp_pat
             assert float(distance_T.max()) < TOLERANCE, version
         published = {path.name: [*path.glob("adapter_model.safetensors")] for path in Path("out/weights").glob("v*")}
         assert published.keys() == {"v2", "v3"} and all(published.values())
-
-
-def start_servers_of(kind: dict[str, Any]) -> None:
-    """Makes the run in ``run.toml`` start its own server of this kind."""
-    before, after = Path("run.toml").read_text().split("[engine]")
-    engine = {"launch": True, "max_running": 8, "control_timeout_s": 300.0, "abort_timeout_s": 60.0, **kind}
-    env = engine.pop("launch_env")
-    lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
-    lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in env.items())]
-    Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))

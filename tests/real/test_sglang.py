@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from pydantic import RootModel
 
 from rollover import cli
 from rollover.clock import SystemClock
-from rollover.engine.base import Chunk
 from rollover.engine.kind import EngineSetup
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
@@ -29,7 +28,6 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.weights.endpoint import WeightTerms
-from rollover.engine.servers.weights.ownership import Ownership
 from rollover.environments.rewards import JudgeConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.scorer import RewardScorer
@@ -48,16 +46,22 @@ from tests.engine.servers.vllm.kit import model_folder
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
 from tests.kills import AGENTS, EPISODES, TREES, write_game
-from tests.real.models import logprobs, real_model, reference, spelling
-from tests.real.servers import PATIENT, assert_trained_as_drawn, drawn_by_servers
+from tests.real.models import TOLERANCE, logprobs, real_model, reference, spelling
+from tests.real.servers import (
+    PATIENT,
+    assert_trained_as_drawn,
+    decode_with,
+    drawn_by_servers,
+    engine_over,
+    running,
+    update,
+)
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION
 from tests.speed import within
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.real_time]
 
-TOLERANCE = 1e-4
-"""Between the server's log-probs and transformers', both float32; nats."""
 PROMPT = (5, 6, 7)
 
 
@@ -78,15 +82,8 @@ def urls(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
         sglang_server(folders[0], logs / f"server-{number}.log", *arguments)
         for number, arguments in enumerate([(), ("--incremental-streaming-output",)])
     ]
-    for server in made:
-        server.start()
-    try:
-        for server in made:
-            server.wait_until_ready()
+    with running(made):
         yield [server.url for server in made]
-    finally:
-        for server in made:
-            server.stop()
 
 
 @pytest.fixture
@@ -100,18 +97,8 @@ def config_of(url: str, **settings: Any) -> SGLangConfig:
     )
 
 
-@asynccontextmanager
-async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[ServerEngine]:
-    config = config_of(url, **settings)
-    client, model = HTTPClient(url, config), ModelFolder.read(folder)
-    engine = ServerEngine(
-        client, config, model, SGLangDialect(client, config, model, WeightTerms()), ownership=Ownership("real")
-    )
-    try:
-        await engine.open()
-        yield engine
-    finally:
-        await engine.close()
+def opened(url: str, folder: Path, **settings: Any) -> AbstractAsyncContextManager[ServerEngine]:
+    return engine_over(SGLangDialect, url, folder, config_of(url, **settings))
 
 
 @asynccontextmanager
@@ -119,7 +106,8 @@ async def client_of(url: str) -> AsyncIterator[HTTPClient]:
     """For calls that the engine would not make; the server is left as it was found."""
     client = HTTPClient(url, config_of(url))
     try:
-        yield client
+        async with asyncio.timeout(within(600)):
+            yield client
     finally:
         await client.call("POST", "/continue_generation", body={})
         await client.call("POST", "/abort_request", body={"rid": "", "abort_all": True})
@@ -172,16 +160,12 @@ class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):
 
 @pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 64, "top_p": 0.9}, {"top_k": 64, "min_p": 0.1}])
-def test_log_probs_are_those_among_the_kept_sets(
+async def test_log_probs_are_those_among_the_kept_sets(
     urls: list[str], folders: tuple[Path, Path], server: int, cut: dict[str, Any]
 ) -> None:
     asked = call("a", max_new_tokens=40, temperature=0.8, returns_kept=True, **cut)
-
-    async def law() -> list[Chunk]:
-        async with opened(urls[server], folders[0]) as engine:
-            return await collect(engine, asked)
-
-    chunks = asyncio.run(law())
+    async with opened(urls[server], folders[0]) as engine:
+        chunks = await collect(engine, asked)
     sample = TrainingSample(
         prompt_ids=asked.prompt_ids, response_ids=tokens(chunks), kept=tuple(k for c in chunks for k in c.kept)
     )
@@ -199,112 +183,94 @@ NUM_TOKENS = 480
     ("kv_on_update", "weight_transfer"),
     [("recompute", "folder"), ("keep", "folder"), ("recompute", "gloo"), ("keep", "gloo")],
 )
-def test_each_token_is_labelled_with_the_weights_that_sampled_it(
+async def test_each_token_is_labelled_with_the_weights_that_sampled_it(
     url: str, folders: tuple[Path, Path], kv_on_update: str, weight_transfer: str
 ) -> None:
     """Twenty calls, some of them queued, with three updates under them: each log-prob is that of the labelled version,
     given all tokens before it; with a kept cache, those whose cache is of their own version are."""
-
-    async def law() -> None:
-        settings = {"kv_on_update": kv_on_update, "weight_transfer": weight_transfer, "stream_interval_tokens": 3}
-        async with opened(url, folders[0], **settings) as engine:
-            calls = [
-                asyncio.create_task(collect(engine, request(f"s{i}", prompt_ids=PROMPT, max_new_tokens=NUM_TOKENS)))
-                for i in range(SLOTS + 4)
-            ]
-            for version in (1, 2, 3):
-                target = engine.stats().decoded_tokens + 6 * SLOTS if version == 1 else 0
-                while engine.stats().decoded_tokens < target:
-                    await asyncio.sleep(0.01)
-                await engine.pause()
-                await engine.load(version, FolderWeights(version, folders[version % 2]))
-                await engine.resume()
-            mixed = 0
-            for chunks in await asyncio.gather(*calls):
-                ids = tokens(chunks)
-                labels = [(c.policy_version, c.kv_version) for c in chunks for _ in c.token_ids]
-                recorded = [p for c in chunks for p in c.logprobs]
-                scores = [logprobs(folder, PROMPT, ids, 1.0) for folder in folders]
-                mixed += len({version for version, _ in labels}) > 1
-                assert len(ids) == NUM_TOKENS
-                for i, (version, kv_version) in enumerate(labels):
-                    if version == kv_version and (kv_on_update == "recompute" or labels[0][0] == version):
-                        assert abs(recorded[i] - scores[version % 2][i]) < TOLERANCE, (i, version)
-            assert mixed, "no call met an update: how many do depends on the machine"
-
-    asyncio.run(law())
-
-
-def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(url: str, folders: tuple[Path, Path]) -> None:
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine:
-            measured = await check_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
-            assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
-
-    asyncio.run(law())
-
-
-def test_greedy_decoding_is_the_same_however_often_it_is_stopped(url: str, folders: tuple[Path, Path]) -> None:
-    num_tokens = 300  # a server is not through before it hears that it is to stop
-
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine:
-            whole = tokens(await collect(engine, request("whole", max_new_tokens=num_tokens, temperature=0.0)))
-            ids: tuple[int, ...] = ()
-            number = 0
-            while len(ids) < num_tokens:
-                call = request("cut", max_new_tokens=num_tokens, temperature=0.0, response_ids=ids, call=number)
-                async for chunk in engine.generate(call):
-                    ids += chunk.token_ids
-                    if number < 12 and chunk.finish_reason is None:
-                        await engine.abort([call.request_id])
-                number += 1
-            assert ids == whole
-            assert number > 1
-
-    asyncio.run(law())
-
-
-def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, Path]) -> None:
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine:
-            calls = [request(f"m{i}", max_new_tokens=400) for i in range(3 * SLOTS)]
-            answers = [asyncio.create_task(collect(engine, call)) for call in calls]
-            while engine.stats().decoded_tokens < SLOTS:
+    settings = {"kv_on_update": kv_on_update, "weight_transfer": weight_transfer, "stream_interval_tokens": 3}
+    async with opened(url, folders[0], **settings) as engine:
+        calls = [
+            asyncio.create_task(collect(engine, request(f"s{i}", prompt_ids=PROMPT, max_new_tokens=NUM_TOKENS)))
+            for i in range(SLOTS + 4)
+        ]
+        for version in (1, 2, 3):
+            target = engine.stats().decoded_tokens + 6 * SLOTS if version == 1 else 0
+            while engine.stats().decoded_tokens < target:
                 await asyncio.sleep(0.01)
-            await engine.abort([call.request_id for call in calls])
-            ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
-            assert FinishReason.ABORT in ended  # some may have come to their length before
-            async with client_of(url) as client, asyncio.timeout(within(120)):
-                while await SGLangDialect(
-                    client, config_of(url), ModelFolder.read(folders[0]), WeightTerms()
-                ).num_calls():
-                    await asyncio.sleep(0.05)
+            await update(engine, version, folders[version % 2])
+        mixed = 0
+        for chunks in await asyncio.gather(*calls):
+            ids = tokens(chunks)
+            labels = [(c.policy_version, c.kv_version) for c in chunks for _ in c.token_ids]
+            recorded = [p for c in chunks for p in c.logprobs]
+            scores = [logprobs(folder, PROMPT, ids, 1.0) for folder in folders]
+            mixed += len({version for version, _ in labels}) > 1
+            assert len(ids) == NUM_TOKENS
+            for i, (version, kv_version) in enumerate(labels):
+                if version == kv_version and (kv_on_update == "recompute" or labels[0][0] == version):
+                    assert abs(recorded[i] - scores[version % 2][i]) < TOLERANCE, (i, version)
+        assert mixed, "no call met an update: how many do depends on the machine"
 
-    asyncio.run(law())
+
+async def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(
+    url: str, folders: tuple[Path, Path]
+) -> None:
+    async with opened(url, folders[0]) as engine:
+        measured = await check_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
+        assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
 
 
-def test_a_model_of_another_shape_is_refused_before_it_kills_the_server(
+async def test_greedy_decoding_is_the_same_however_often_it_is_stopped(url: str, folders: tuple[Path, Path]) -> None:
+    num_tokens = 300  # a server is not through before it hears that it is to stop
+    async with opened(url, folders[0]) as engine:
+        whole = tokens(await collect(engine, request("whole", max_new_tokens=num_tokens, temperature=0.0)))
+        ids: tuple[int, ...] = ()
+        number = 0
+        while len(ids) < num_tokens:
+            call = request("cut", max_new_tokens=num_tokens, temperature=0.0, response_ids=ids, call=number)
+            async for chunk in engine.generate(call):
+                ids += chunk.token_ids
+                if number < 12 and chunk.finish_reason is None:
+                    await engine.abort([call.request_id])
+            number += 1
+        assert ids == whole
+        assert number > 1
+
+
+async def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, Path]) -> None:
+    async with opened(url, folders[0]) as engine:
+        calls = [request(f"m{i}", max_new_tokens=400) for i in range(3 * SLOTS)]
+        answers = [asyncio.create_task(collect(engine, call)) for call in calls]
+        while engine.stats().decoded_tokens < SLOTS:
+            await asyncio.sleep(0.01)
+        await engine.abort([call.request_id for call in calls])
+        ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
+        assert FinishReason.ABORT in ended  # some may have come to their length before
+        async with client_of(url) as client, asyncio.timeout(within(120)):
+            dialect = SGLangDialect(client, config_of(url), ModelFolder.read(folders[0]), WeightTerms())
+            while await dialect.num_calls():
+                await asyncio.sleep(0.05)
+
+
+async def test_a_model_of_another_shape_is_refused_before_it_kills_the_server(
     url: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    async def law() -> None:
-        other = model_folder(
-            tmp_path / "other", vocab=int(json.loads((folders[0] / "config.json").read_text())["vocab_size"])
-        )
-        larger = model_folder(tmp_path / "larger", vocab=5000)
-        async with client_of(url) as client:
-            path = (await client.ask(Table, "GET", "/model_info")).root["model_path"]
-        if Path(path).is_dir():
-            with pytest.raises(EngineError, match="serves another model"):
-                async with opened(url, other):
-                    pass
-        with pytest.raises(EngineError, match=r"does not take token 4999|serves another model"):
-            async with opened(url, larger):
+    other = model_folder(
+        tmp_path / "other", vocab=int(json.loads((folders[0] / "config.json").read_text())["vocab_size"])
+    )
+    larger = model_folder(tmp_path / "larger", vocab=5000)
+    async with client_of(url) as client:
+        path = (await client.ask(Table, "GET", "/model_info")).root["model_path"]
+    if Path(path).is_dir():
+        with pytest.raises(EngineError, match="serves another model"):
+            async with opened(url, other):
                 pass
-        async with opened(url, folders[0]) as engine:
-            await engine.probe(decode=True)
-
-    asyncio.run(law())
+    with pytest.raises(EngineError, match=r"does not take token 4999|serves another model"):
+        async with opened(url, larger):
+            pass
+    async with opened(url, folders[0]) as engine:
+        await engine.probe(decode=True)
 
 
 # -- peculiarities -----------------------------------------------------------------------------------------------
@@ -347,16 +313,8 @@ async def under_way(client: HTTPClient, *rids: str) -> list[asyncio.Task[dict[st
         await asyncio.gather(*calls)
 
 
-def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(within(600)), client_of(url) as client:
-            await law(client)
-
-    asyncio.run(main())
-
-
-def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple[Path, Path]) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple[Path, Path]) -> None:
+    async with client_of(url) as client:
         update = {"model_path": str(folders[0]), "weight_version": "10"}
         await client.call("POST", "/update_weights_from_disk", body=update)
         (call,) = await under_way(client, "refused;")
@@ -370,11 +328,9 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
         event = await call
         assert [span["version"] for span in event["meta_info"]["weight_versions"]] == ["10", "11"]
 
-    quirk(url, law)
 
-
-def test_quirk_an_abort_during_a_pause_is_lost_and_remembered(url: str) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_an_abort_during_a_pause_is_lost_and_remembered(url: str) -> None:
+    async with client_of(url) as client:
         await client.call("POST", "/pause_generation", body={"mode": "retract"})
         call = asyncio.create_task(to_the_end(client, body("early;", 300)))
         await asyncio.sleep(0.5)
@@ -384,11 +340,9 @@ def test_quirk_an_abort_during_a_pause_is_lost_and_remembered(url: str) -> None:
         event = await call
         assert event["meta_info"]["finish_reason"]["type"] == "length"
 
-    quirk(url, law)
 
-
-def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> None:
+    async with client_of(url) as client:
         (call,) = await under_way(client, "frozen;")
         await client.call("POST", "/pause_generation", body={"mode": "in_place"})
         await client.call("GET", "/server_info")
@@ -398,33 +352,27 @@ def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> 
         await client.call("POST", "/continue_generation", body={})
         assert (await call)["meta_info"]["finish_reason"]["type"] == "abort"
 
-    quirk(url, law)
 
-
-def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
+    async with client_of(url) as client:
         calls = await under_way(client, "g1", "g10", "h1;", "h10;")
         for rid in ("g1", "h1;"):
             await client.call("POST", "/abort_request", body={"rid": rid, "abort_all": False})
         ends = [event["meta_info"]["finish_reason"]["type"] for event in await asyncio.gather(*calls)]
         assert ends == ["abort", "abort", "abort", "length"]
 
-    quirk(url, law)
 
-
-def test_quirk_ignoring_end_tokens_ignores_stop_tokens(url: str) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_ignoring_end_tokens_ignores_stop_tokens(url: str) -> None:
+    async with client_of(url) as client:
         every = list(range(250))
         event = await to_the_end(client, body("stops;", 4, stop_token_ids=every))
         assert event["meta_info"]["finish_reason"]["type"] == "length"
         event = await to_the_end(client, body("stops-2;", 40, stop_token_ids=every, ignore_eos=False))
         assert event["meta_info"]["finish_reason"]["type"] == "stop"
 
-    quirk(url, law)
 
-
-def test_quirk_log_probs_are_taken_before_the_distribution_is_cut(url: str, folders: tuple[Path, Path]) -> None:
-    async def law(client: HTTPClient) -> None:
+async def test_quirk_log_probs_are_taken_before_the_distribution_is_cut(url: str, folders: tuple[Path, Path]) -> None:
+    async with client_of(url) as client:
         update = {"model_path": str(folders[0]), "weight_version": "12"}
         await client.call("POST", "/update_weights_from_disk", body=update)
         event = await to_the_end(client, body("cut;", 8, top_k=1))
@@ -432,65 +380,46 @@ def test_quirk_log_probs_are_taken_before_the_distribution_is_cut(url: str, fold
         assert told == pytest.approx(logprobs(folders[0], PROMPT, tuple(event["output_ids"]), 1.0), abs=TOLERANCE)
         assert min(told) < -0.1  # a choice among one has the log-prob 0
 
-    quirk(url, law)
 
-
-def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tuple[Path, Path]) -> None:
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine, client_of(url) as client:
-            await engine.pause()
-            with pytest.raises(EngineError, match="503"):
-                while True:
-                    await client.call("GET", "/health", timeout_s=60)
-            await engine.probe(decode=True)
-            await engine.resume()
-
-    asyncio.run(law())
+async def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tuple[Path, Path]) -> None:
+    async with opened(url, folders[0]) as engine, client_of(url) as client:
+        await engine.pause()
+        with pytest.raises(EngineError, match="503"):
+            while True:
+                await client.call("GET", "/health", timeout_s=60)
+        await engine.probe(decode=True)
+        await engine.resume()
 
 
 # -- turns with a trainer -----------------------------------------------------------------------------------------
 
 
-def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_nothing(
+async def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_nothing(
     url: str, folders: tuple[Path, Path]
 ) -> None:
-    async def law() -> None:
-        with pytest.raises(
-            EngineError, match=f"{url} cannot give its memory back.*start it with --enable-memory-saver"
-        ):
-            async with opened(url, folders[0], colocated=True):
-                pass
-
-    asyncio.run(law())
+    with pytest.raises(EngineError, match=f"{url} cannot give its memory back.*start it with --enable-memory-saver"):
+        async with opened(url, folders[0], colocated=True):
+            pass
 
 
-def test_it_sleeps_and_wakes_with_other_weights(url: str, folders: tuple[Path, Path]) -> None:
+async def test_it_sleeps_and_wakes_with_other_weights(url: str, folders: tuple[Path, Path]) -> None:
     """Without its memory saver it does all that it is asked for, but give memory back."""
-
-    async def law() -> None:
-        async with opened(url, folders[0]) as engine:
-            for version in (1, 2):
-                await engine.sleep()
-                await engine.pause()
-                await engine.load(version, FolderWeights(version, folders[version % 2]))
-                await engine.resume()
-                await check_logprobs(engine, reference(folders[version % 2]), tolerance=TOLERANCE, remedy="")
+    async with opened(url, folders[0]) as engine:
+        for version in (1, 2):
             await engine.sleep()
-        async with opened(url, folders[1]) as engine:  # left asleep by the one before
-            await check_logprobs(engine, reference(folders[1]), tolerance=TOLERANCE, remedy="")
+            await update(engine, version, folders[version % 2])
+            await check_logprobs(engine, reference(folders[version % 2]), tolerance=TOLERANCE, remedy="")
+        await engine.sleep()
+    async with opened(url, folders[1]) as engine:  # left asleep by the one before
+        await check_logprobs(engine, reference(folders[1]), tolerance=TOLERANCE, remedy="")
 
-    asyncio.run(law())
 
-
-def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    async def law() -> None:
-        config = SGLangConfig(
-            launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True
-        )
-        with pytest.raises(EngineError, match=r"engine\.colocated = true needs the package torch-memory-saver"):
-            await open_sglang(config, EngineSetup(folder=folders[0], run="tests", root=tmp_path, clock=SystemClock()))
-
-    asyncio.run(law())
+async def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = SGLangConfig(launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True)
+    with pytest.raises(EngineError, match=r"engine\.colocated = true needs the package torch-memory-saver"):
+        await open_sglang(config, EngineSetup(folder=folders[0], run="tests", root=tmp_path, clock=SystemClock()))
 
 
 # -- a run -------------------------------------------------------------------------------------------------------
@@ -506,10 +435,8 @@ def test_log_probs_of_a_run_are_of_their_version(
     strategy = ("april", *episodes) if episodes else ("bounded_async", "--rollout.max_staleness", "1")
     model = folders[0]
     with runs.working_in(tmp_path, model):
-        before, _, after = Path("run.toml").read_text().partition("[engine]")
-        lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
+        decode_with(engine)
         write_game(Path())
-        Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.
         options = (*EVERY_VERSION, "--rollout.max_new_tokens", "100", "--rollout.strategy", *strategy)
         with drawn_by_servers() as drawn:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 
@@ -20,15 +21,11 @@ from rollover.clock import SystemClock
 from rollover.engine.kind import EngineSetup
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
-from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import Answer
-from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
-from rollover.engine.servers.weights.endpoint import WeightTerms
-from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
@@ -36,10 +33,20 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
-from tests.real.servers import PATIENT, RealServer, assert_trained_as_drawn, drawn_by_servers
+from tests.real.servers import (
+    PATIENT,
+    RealServer,
+    assert_trained_as_drawn,
+    decode_with,
+    drawn_by_servers,
+    engine_over,
+    running,
+    update,
+)
+from tests.run.test_train import EVERY_VERSION
 from tests.speed import within
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.real_time]
 
 PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
 COMMANDS = ((str(Path(PYTHON).with_name("vllm")), "serve"), (PYTHON, "-m", "vllm.entrypoints.cli.main", "serve"))
@@ -58,8 +65,10 @@ ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_U
 ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 """The first of the last two leaves the worker in the engine's process, as on a GPU, so that one process less imports
 PyTorch at a start; with the second nothing waits for a compiler."""
+WATCHFUL = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
 MAX_RUNNING = 16
 DEADLINE_S = within(900.0)
+P = ParamSpec("P")
 
 
 @pytest.fixture(scope="session")
@@ -90,15 +99,8 @@ def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         )
         for number, command in enumerate(COMMANDS)
     ]
-    for server in made:
-        server.start()
-    try:
-        for server in made:
-            server.wait_until_ready()
+    with running(made):
         yield made
-    finally:
-        for server in made:
-            server.stop()
 
 
 def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
@@ -109,45 +111,27 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
     )
 
 
-@asynccontextmanager
-async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
-    config = config_of(server, **changes)
-    client, model = HTTPClient(server.url, config), ModelFolder.read(folder)
-    engine = ServerEngine(
-        client, config, model, VLLMDialect(client, config, model, WeightTerms()), ownership=Ownership("real")
-    )
-    try:
-        await engine.open()
-        yield engine
-    finally:
-        await engine.close()
+def engine_of(server: RealServer, folder: Path, **changes: Any) -> AbstractAsyncContextManager[ServerEngine]:
+    return engine_over(VLLMDialect, server.url, folder, config_of(server, **changes))
 
 
 @asynccontextmanager
 async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> AsyncIterator[EnginePool]:
-    watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
     setup = EngineSetup(folder=folder, run="tests", root=Path("unused"), clock=SystemClock())
-    pool = await open_vllm(config_of(*servers, **{**watchful, **changes}), setup)
+    pool = await open_vllm(config_of(*servers, **{**WATCHFUL, **changes}), setup)
     try:
         yield pool
     finally:
         await pool.close()
 
 
-def within_deadline(law: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
+def within_deadline(law: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
+    @functools.wraps(law)
+    async def timed(*args: P.args, **kwargs: P.kwargs) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            await law()
+            await law(*args, **kwargs)
 
-    asyncio.run(main())
-
-
-async def update(engine: FullEngine, version: int, folder: Path) -> None:
-    await engine.pause()
-    try:
-        await engine.load(version, FolderWeights(version, folder))
-    finally:
-        await engine.resume()
+    return timed
 
 
 async def decoded(engine: FullEngine, count: int) -> None:
@@ -186,134 +170,115 @@ class TestVLLMThatKeepsItsCacheKeepsTheContract(EngineContract):
 # -- exactness ----------------------------------------------------------------------------------------------------
 
 
-def test_log_probs_are_those_of_each_version_at_each_temperature(
+@within_deadline
+async def test_log_probs_are_those_of_each_version_at_each_temperature(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"]) as engine:
-            for version, name in ((0, "first"), (1, "second"), (2, "first")):
-                await update(engine, version, folders[name])
-                measured = await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
-                assert measured[1].raw > 0.05, "temperature makes a difference that would be seen"
-
-    within_deadline(law)
+    async with engine_of(servers[0], folders["first"]) as engine:
+        for version, name in ((0, "first"), (1, "second"), (2, "first")):
+            await update(engine, version, folders[name])
+            measured = await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
+            assert measured[1].raw > 0.05, "temperature makes a difference that would be seen"
 
 
-def test_a_greedy_rollout_cut_anywhere_equals_the_uninterrupted_one(
+@within_deadline
+async def test_a_greedy_rollout_cut_anywhere_equals_the_uninterrupted_one(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"]) as engine:
-            whole = tokens(await collect(engine, request("whole", max_new_tokens=40, temperature=0.0)))
-            for cut in (1, 7, 20, 39):
-                resumed = request("cut", call=cut, max_new_tokens=40, temperature=0.0, response_ids=whole[:cut])
-                assert whole[:cut] + tokens(await collect(engine, resumed)) == whole
-
-    within_deadline(law)
+    async with engine_of(servers[0], folders["first"]) as engine:
+        whole = tokens(await collect(engine, request("whole", max_new_tokens=40, temperature=0.0)))
+        for cut in (1, 7, 20, 39):
+            resumed = request("cut", call=cut, max_new_tokens=40, temperature=0.0, response_ids=whole[:cut])
+            assert whole[:cut] + tokens(await collect(engine, resumed)) == whole
 
 
-def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
+@within_deadline
+async def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"], kv_on_update="keep") as engine:
-            requests = [request(f"r{i}", seed=i, max_new_tokens=ENDLESS) for i in range(8)]
-            calls = [asyncio.create_task(collect(engine, r)) for r in requests]
-            await decoded(engine, 20 * len(calls))
-            await update(engine, 1, folders["second"])
-            await decoded(engine, engine.stats().decoded_tokens + 20 * len(calls))
-            await engine.abort([r.request_id for r in requests])
-            for call in calls:
-                chunks = [c for c in await call if c.token_ids]
-                old = [c for c in chunks if c.policy_version == 0]
-                assert old and len(old) < len(chunks)
-                expected = logprobs(folders["first"], (5, 6, 7), tokens(old), 1.0)
-                assert [p for c in old for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
-                assert {c.kv_version for c in chunks} == {0}
-            fresh = await collect(engine, request("fresh", max_new_tokens=20))
-            expected = logprobs(folders["second"], (5, 6, 7), tokens(fresh), 1.0)
-            assert [p for c in fresh for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
-
-    within_deadline(law)
+    async with engine_of(servers[0], folders["first"], kv_on_update="keep") as engine:
+        requests = [request(f"r{i}", seed=i, max_new_tokens=ENDLESS) for i in range(8)]
+        calls = [asyncio.create_task(collect(engine, r)) for r in requests]
+        await decoded(engine, 20 * len(calls))
+        await update(engine, 1, folders["second"])
+        await decoded(engine, engine.stats().decoded_tokens + 20 * len(calls))
+        await engine.abort([r.request_id for r in requests])
+        for call in calls:
+            chunks = [c for c in await call if c.token_ids]
+            old = [c for c in chunks if c.policy_version == 0]
+            assert old and len(old) < len(chunks)
+            expected = logprobs(folders["first"], (5, 6, 7), tokens(old), 1.0)
+            assert [p for c in old for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
+            assert {c.kv_version for c in chunks} == {0}
+        fresh = await collect(engine, request("fresh", max_new_tokens=20))
+        expected = logprobs(folders["second"], (5, 6, 7), tokens(fresh), 1.0)
+        assert [p for c in fresh for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
 
 
 LONG_PROMPT = tuple(range(2, 202))
 """Several batches long."""
 
 
-def test_prompts_that_are_prefilled_in_parts_are_answered(servers: list[RealServer], folders: dict[str, Path]) -> None:
+@within_deadline
+async def test_prompts_that_are_prefilled_in_parts_are_answered(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
     """With a seed each they would kill the server; see below."""
-
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"]) as engine:
-            calls = [request(f"r{i}", prompt_ids=(*LONG_PROMPT, i), seed=i, max_new_tokens=8) for i in range(32)]
-            answers = await asyncio.gather(*(collect(engine, call) for call in calls))
-            assert [len(tokens(chunks)) for chunks in answers] == [8] * 32
-            expected = logprobs(folders["first"], (*LONG_PROMPT, 5), tokens(answers[5]), 1.0)
-            assert [p for c in answers[5] for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
-            await engine.probe(decode=True)
-
-    within_deadline(law)
+    async with engine_of(servers[0], folders["first"]) as engine:
+        calls = [request(f"r{i}", prompt_ids=(*LONG_PROMPT, i), seed=i, max_new_tokens=8) for i in range(32)]
+        answers = await asyncio.gather(*(collect(engine, call) for call in calls))
+        assert [len(tokens(chunks)) for chunks in answers] == [8] * 32
+        expected = logprobs(folders["first"], (*LONG_PROMPT, 5), tokens(answers[5]), 1.0)
+        assert [p for c in answers[5] for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
+        await engine.probe(decode=True)
 
 
-def test_another_model_is_refused(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
+@within_deadline
+async def test_another_model_is_refused(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
     larger = tmp_path / "larger"
     larger.mkdir()
     for file in folders["first"].iterdir():
         (larger / file.name).write_bytes(file.read_bytes())
     config = json.loads((larger / "config.json").read_text())
     (larger / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1000}))
-
-    async def law() -> None:
-        with pytest.raises(EngineError, match="is it another model"):
-            async with engine_of(servers[0], larger):
-                pass
-
-    within_deadline(law)
+    with pytest.raises(EngineError, match="is it another model"):
+        async with engine_of(servers[0], larger):
+            pass
 
 
 # -- turns with a trainer -----------------------------------------------------------------------------------------
 
 
-def test_a_server_that_only_claims_to_sleep_is_refused(servers: list[RealServer], folders: dict[str, Path]) -> None:
-    async def law() -> None:
-        why = (
-            f"{servers[0].url} cannot give its memory back to the trainer.*start it with --enable-sleep-mode, on a GPU"
-        )
-        with pytest.raises(EngineError, match=why):
-            async with engine_of(servers[0], folders["first"], colocated=True):
-                pass
-
-    within_deadline(law)
+@within_deadline
+async def test_a_server_that_only_claims_to_sleep_is_refused(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    why = f"{servers[0].url} cannot give its memory back to the trainer.*start it with --enable-sleep-mode, on a GPU"
+    with pytest.raises(EngineError, match=why):
+        async with engine_of(servers[0], folders["first"], colocated=True):
+            pass
 
 
-def test_it_sleeps_and_wakes_with_other_weights(servers: list[RealServer], folders: dict[str, Path]) -> None:
+@within_deadline
+async def test_it_sleeps_and_wakes_with_other_weights(servers: list[RealServer], folders: dict[str, Path]) -> None:
     """On a CPU it does all that it is asked for, but give memory back."""
-
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"]) as engine:
-            for version, name in ((1, "second"), (2, "first")):
-                await engine.sleep()
-                assert (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
-                await update(engine, version, folders[name])
-                assert not (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
-                await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
+    async with engine_of(servers[0], folders["first"]) as engine:
+        for version, name in ((1, "second"), (2, "first")):
             await engine.sleep()
-        async with engine_of(servers[0], folders["second"]) as engine:  # left asleep by the one before
-            await check_logprobs(engine, reference(folders["second"]), tolerance=1e-4, remedy="")
+            assert (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
+            await update(engine, version, folders[name])
+            assert not (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
+            await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
+        await engine.sleep()
+    async with engine_of(servers[0], folders["second"]) as engine:  # left asleep by the one before
+        await check_logprobs(engine, reference(folders["second"]), tolerance=1e-4, remedy="")
 
-    within_deadline(law)
 
-
-def test_a_server_that_should_sleep_on_a_cpu_does_not_start(folders: dict[str, Path], tmp_path: Path) -> None:
-    async def law() -> None:
-        config = VLLMConfig(launch=True, launch_command=COMMANDS[0], launch_args=ARGUMENTS, colocated=True, **PATIENT)
-        with pytest.raises(EngineError, match=r"(?s)Sleep mode is not supported.*engine.colocated = true needs a GPU"):
-            await open_vllm(
-                config, EngineSetup(folder=folders["first"], run="tests", root=tmp_path, clock=SystemClock())
-            )
-
-    within_deadline(law)
+@within_deadline
+async def test_a_server_that_should_sleep_on_a_cpu_does_not_start(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = VLLMConfig(launch=True, launch_command=COMMANDS[0], launch_args=ARGUMENTS, colocated=True, **PATIENT)
+    with pytest.raises(EngineError, match=r"(?s)Sleep mode is not supported.*engine.colocated = true needs a GPU"):
+        await open_vllm(config, EngineSetup(folder=folders["first"], run="tests", root=tmp_path, clock=SystemClock()))
 
 
 class Sleeping(Answer):
@@ -381,90 +346,49 @@ async def assert_all_serve(pool: EnginePool, version: int, folder: Path) -> None
         assert [p for c in chunks for p in c.logprobs] == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_a_frozen_server_costs_no_token_and_rejoins_with_new_weights(
+@within_deadline
+async def test_a_frozen_server_costs_no_token_and_rejoins_with_new_weights(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
-    async def law() -> None:
-        async with pool_of(servers, folders["first"]) as pool:
-            tasks, received = await start_calls(pool, 8, 400)
-            servers[1].freeze()
-            try:
-                assert await finish_elsewhere(pool, tasks, received, 400) >= 4
-                await update(pool, 1, folders["second"])
-                assert pool.capabilities.max_running == MAX_RUNNING
-            finally:
-                servers[1].thaw()
-            await until_back(pool, servers[1])
-            await assert_all_serve(pool, 1, folders["second"])
-
-    within_deadline(law)
-
-
-def test_a_killed_server_costs_no_token_and_its_successor_gets_weights(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
-    async def law() -> None:
-        async with pool_of(servers, folders["first"]) as pool:
-            await update(pool, 1, folders["second"])
-            tasks, received = await start_calls(pool, 8, 400)
-            servers[1].kill()
+    async with pool_of(servers, folders["first"]) as pool:
+        tasks, received = await start_calls(pool, 8, 400)
+        servers[1].freeze()
+        try:
             assert await finish_elsewhere(pool, tasks, received, 400) >= 4
-            servers[1].start()
-            await asyncio.to_thread(servers[1].wait_until_ready)
-            while pool.capabilities.max_running < 2 * MAX_RUNNING:
-                await asyncio.sleep(0.1)
-            await assert_all_serve(pool, 1, folders["second"])
+            await update(pool, 1, folders["second"])
+            assert pool.capabilities.max_running == MAX_RUNNING
+        finally:
+            servers[1].thaw()
+        await until_back(pool, servers[1])
+        await assert_all_serve(pool, 1, folders["second"])
 
-    within_deadline(law)
+
+@within_deadline
+async def test_a_killed_server_costs_no_token_and_its_successor_gets_weights(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async with pool_of(servers, folders["first"]) as pool:
+        await update(pool, 1, folders["second"])
+        tasks, received = await start_calls(pool, 8, 400)
+        servers[1].kill()
+        assert await finish_elsewhere(pool, tasks, received, 400) >= 4
+        servers[1].start()
+        await asyncio.to_thread(servers[1].wait_until_ready)
+        while pool.capabilities.max_running < 2 * MAX_RUNNING:
+            await asyncio.sleep(0.1)
+        await assert_all_serve(pool, 1, folders["second"])
 
 
 # -- a run --------------------------------------------------------------------------------------------------------
 
-RUN = """\
-steps = 8
-[model]
-path = "{model}"
-[tasks]
-max_prompt_tokens = 32
-[[tasks.train]]
-kind = "jsonl"
-name = "letters"
-path = "letters.jsonl"
-[tasks.train.reward]
-kind = "function"
-function = "letters:share"
-workers = 0
-[rollout]
-strategy = "april"
-rollout_batch_size = 4
-group_size = 4
-max_new_tokens = 200
-[engine]
-kind = "vllm"
-urls = {urls}
-max_running = 16
-stream_interval_tokens = 4
-health_interval_s = 0.5
-health_timeout_s = 10.0
-rejoin_max_interval_s = 2.0
-all_down_timeout_s = 600.0
-connect_timeout_s = 300.0
-first_token_timeout_s = 900.0
-token_timeout_s = 300.0
-control_timeout_s = 60.0
-logprob_tolerance = 0.001
-[trainer]
-learning_rate = 1e-3
-[logging]
-tensorboard = false
-progress = "off"
-"""
+SIZES = ("--tasks.max_prompt_tokens", "32", "--rollout.max_new_tokens", "200", "--trainer.learning_rate", "1e-3")
 
-REWARD = """\
-async def share(prompts, completions, answer, **columns):
-    "The share of the response that is the letter asked for."
-    return [text.count(letter) / max(1, len(text)) for text, letter in zip(completions, answer)]
-"""
+
+def decode_by(servers: list[RealServer]) -> None:
+    """Have the run in ``run.toml`` use these servers."""
+    limits = {**PATIENT, "control_timeout_s": 60.0, "abort_timeout_s": 10.0, "logprob_tolerance": 1e-3}
+    urls = [server.url for server in servers]
+    decode_with({"kind": "vllm", "urls": urls, "max_running": 16, "stream_interval_tokens": 4, **WATCHFUL, **limits})
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -501,11 +425,10 @@ def test_episodes_go_through_servers(
 ) -> None:
     with runs.working_in(tmp_path, folders["first"]):
         write_game(Path())
-        Path("letters.py").write_text(REWARD)
-        Path("run.toml").write_text(RUN.format(model="model", urls=json.dumps([server.url for server in servers])))
-        options = ("--steps", "3", "--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+        decode_by(servers)
+        options = ("--steps", "3", "--rollout.group_size", "4", *EVERY_VERSION)
         with drawn_by_servers() as drawn:
-            assert cli.main(["train", "run.toml", "--run-dir", "out", *kind, *options]) == 0
+            assert cli.main(["train", "run.toml", "--run-dir", "out", *SIZES, *kind, *options]) == 0
         trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
         assert max(sum(map(bool, t.turns)) for t in trajectories) > 1
         assert max(len(t.paths) for t in trajectories) == (5 if kind == TREES else 1)
@@ -516,14 +439,11 @@ def test_episodes_go_through_servers(
 def test_a_run_survives_a_frozen_and_a_killed_server(
     servers: list[RealServer], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"{i} {letter}", "answer": letter} for i, letter in enumerate("abcdefgh")]
-    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "letters.py").write_text(REWARD)
-    urls = json.dumps([server.url for server in servers])
-    (tmp_path / "run.toml").write_text(RUN.format(model=folders["first"], urls=urls))
+    with runs.working_in(tmp_path, folders["first"]):
+        decode_by(servers)
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", str(run)]
-    command += ["--rollout.group_size", "2", "--engine.control_timeout_s", str(within(10.0))]
+    command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", str(run), *SIZES, "--steps", "8"]
+    command += ["--checkpoint.every_steps", "20", "--engine.control_timeout_s", str(within(10.0))]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
     with (tmp_path / "out.txt").open("wb") as out:
         training = subprocess.Popen(
@@ -559,18 +479,15 @@ def wait_for_step(training: subprocess.Popen[bytes], run: Path, step: int) -> No
         time.sleep(0.05)
 
 
-def test_quirk_a_seeded_call_prefilled_in_parts_kills_a_cpu_server(
+@within_deadline
+async def test_quirk_a_seeded_call_prefilled_in_parts_kills_a_cpu_server(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
     """The last test, because it leaves one server less."""
-
-    async def law() -> None:
+    try:
         async with engine_of(servers[0], folders["first"], seed_calls="always") as engine:
             assert len(tokens(await collect(engine, request("whole")))) == 12
             with pytest.raises(EngineError):
                 await collect(engine, request("parts", prompt_ids=LONG_PROMPT))
-
-    try:
-        within_deadline(law)
     finally:
         servers[0].kill()

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from rollover.weights.base import TensorSpec
 from rollover.weights.buckets import buckets, flattened
+from tests.real.test_vllm import PYTHON
 from tests.speed import within
 
 pytestmark = pytest.mark.vllm
 
-PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
 LIMIT = 4096
 RECEIVE = """
 import contextlib, json, sys

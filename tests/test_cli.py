@@ -133,9 +133,7 @@ def test_a_dry_run_of_a_resume_changes_nothing(done: Say) -> None:
     assert Path("out/config.json").read_text() == saved
 
 
-def test_fine_tuning_without_an_sft_section_takes_the_defaults_and_says_so(
-    work: Jobs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sft_without_a_section_takes_the_defaults_and_says_so(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sft", "run.toml"]) == 0
     assert work.done[-1][1].sft == WarmupConfig()
     assert "no [sft] section: 200 steps of 64 examples at a learning rate of 1e-05" in capsys.readouterr().err
@@ -150,9 +148,7 @@ def checkpoint(step: int) -> Path:
     return folder
 
 
-def test_evaluating_a_run_measures_its_newest_checkpoint(
-    work: Jobs, refused: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_measures_the_newest_checkpoint(work: Jobs, refused: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     assert "out has no checkpoint yet" in refused("eval", "out")
     Path("out/model").mkdir()
@@ -262,9 +258,7 @@ def test_every_mistake_of_a_config_is_shown(refused: Say) -> None:
 
 
 @pytest.mark.parametrize("kind", [DataError, ResourceError])
-def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next(
-    work: Jobs, refused: Say, kind: type[Exception]
-) -> None:
+def test_a_run_that_did_not_begin_leaves_its_directory_free(work: Jobs, refused: Say, kind: type[Exception]) -> None:
     work.failure = kind("rows.jsonl, line 3: no column 'answer'")
     assert refused("train", "run.toml", "--run-dir", "out") == "rows.jsonl, line 3: no column 'answer'"
     assert not Path("out").exists()

@@ -41,9 +41,7 @@ def test_the_programs_use_the_public_door_alone(program: str) -> None:
 
 
 @pytest.mark.parametrize(("program", "printed"), PROGRAMS, ids=["scheduler", "driver"])
-def test_the_programs_print_what_the_page_says_and_need_the_core_alone(
-    program: str, printed: str, tmp_path: Path
-) -> None:
+def test_programs_print_what_the_page_says_and_need_the_core_alone(program: str, printed: str, tmp_path: Path) -> None:
     modules = [module for extra in EXTRAS.values() for module in extra]
     (tmp_path / "core.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({modules}))\nimport program\n")
     (tmp_path / "program.py").write_text(program)
@@ -60,9 +58,7 @@ def test_the_programs_print_what_the_page_says_and_need_the_core_alone(
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_first_program_is_the_same_for_every_strategy(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_program_serves_every_strategy(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token is recorded under the version that sampled it, no call is longer than its budget, and a run could
     resume the journal."""
     monkeypatch.chdir(tmp_path)

@@ -149,9 +149,7 @@ def test_a_refusal_repeats_no_secret(place: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "text", [f'[logging]\napi_key = "{CANARY}"', f'[engine]\nlaunch_env = {{ A = "{CANARY}" }}', f'token = "{CANARY}\n'],
 )  # fmt: skip
-def test_a_mistake_in_a_file_is_told_without_the_secret_beside_it(
-    place: Path, capfd: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_mistake_is_told_without_secrets_near_it(place: Path, capfd: pytest.CaptureFixture[str], text: str) -> None:
     Path("run.toml").write_text(text)
     said(capfd, 2, "train", "run.toml")
 
@@ -162,9 +160,7 @@ def test_what_a_failing_reward_says_is_redacted(place: Path, capfd: pytest.Captu
     assert "login refused" in message
 
 
-def test_a_server_that_does_not_start_leaks_no_argument_and_no_output(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_does_not_start_leaks_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     serve = "import os, sys\nprint('api_key:', sys.argv, os.environ['HF_TOKEN'], os.environ['PROXY'])\nsys.exit(1)\n"
     Path("serve.py").write_text(serve)
     text = Path("run.toml").read_text()

@@ -173,9 +173,7 @@ def test_a_run_recorded_without_fingerprints_is_resumed_and_gets_them(run: Path)
 
 
 @pytest.mark.parametrize("full", ["journal", "checkpoint"])
-def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
-    refused: Say, monkeypatch: pytest.MonkeyPatch, full: str
-) -> None:
+def test_a_full_disk_stops_the_run_which_can_go_on(refused: Say, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     def write_journal(journal: Journal, events: object) -> None:
         if journal.last_seq > 60:
             journal._db.execute("PRAGMA max_page_count = 1")

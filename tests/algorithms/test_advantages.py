@@ -149,9 +149,7 @@ def by_history(rewards: list[float], baselines: list[Baseline], **columns: objec
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("reward", [1e-3, 1.0, 0.0, 0.3, 40.0, 1e6])
 @pytest.mark.parametrize("before", [(1, 0, 0, 1, 1, 0.5, 0), (0,) * 7, (0,)], ids=["seven", "seven zeros", "one zero"])
-def test_history_equals_grpo_for_siblings_of_that_mean_and_deviation(
-    before: tuple[float, ...], reward: float, ddof: int
-) -> None:
+def test_history_equals_grpo_of_that_mean_and_deviation(before: tuple[float, ...], reward: float, ddof: int) -> None:
     siblings = f64(*before)
     baseline = Baseline(siblings.mean().item(), siblings.std(correction=0).item(), len(siblings))
     group = torch.cat([f64(reward), siblings])

@@ -130,9 +130,7 @@ def test_gspo_moves_all_tokens_of_a_sample_by_its_one_ratio() -> None:
     "columns",
     [{"correction": "mask_stale"}, {"correction": "mis", "correction_level": "token", "correction_bounds": (0.6, 2)}],
 )
-def test_rejected_tokens_neither_move_the_ratio_of_their_sample_nor_are_moved_by_it(
-    name: str, columns: dict[str, object]
-) -> None:
+def test_rejected_tokens_neither_move_their_samples_ratio_nor_follow_it(name: str, columns: dict[str, object]) -> None:
     # the first token alone is kept: its ratio of 1.5 is the ratio of its sample, over 2 samples and 2 tokens
     algorithm = row(name, clip_high=0.6, **columns)
     assert gradient(algorithm, worked_batch(), WORKED).tolist() == pytest.approx([-1.5 / 4, 0, 0], abs=1e-12)

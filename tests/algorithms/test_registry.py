@@ -48,10 +48,7 @@ def test_reference_and_proximal_log_probs_are_asked_for_only_when_used() -> None
         ({"kl_estimator": "k2"}, "algorithm.kl_estimator has no effect while kl_coef is 0: remove it"),
         ({"name": "rloo", "clip_high": 0.3}, "clip_high has no effect while objective is 'reinforce'"),
         ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip has no effect while objective is 'cispo'"),
-        (
-            {"correction": "none", "correction_bounds": (0.0, 2.0)},
-            "algorithm.correction_bounds has no effect while correction is 'none'",
-        ),
+        ({"correction": "none", "correction_bounds": (0.0, 2.0)}, "algorithm.correction_bounds has no effect while"),
         ({"name": "rloo", "advantage_eps": 1e-4}, "no effect while advantage is 'leave_one_out'"),
     ],
 )

@@ -42,10 +42,7 @@ def test_what_could_ever_be_placed_is_counted_by_node(bundle: dict[str, float], 
     check_placeable(demand, NODES)
     with pytest.raises(ConfigError) as raised:
         check_placeable(replace(demand, count=room + 1), NODES)
-    assert (
-        f"the nodes of the Ray cluster have room for {room} of {room + 1}: node 10.0.0.1 has CPU 16, GPU 8, h100 8;"
-        " node 10.0.0.2 has CPU 3" in str(raised.value)
-    )
+    assert f"the nodes of the Ray cluster have room for {room} of {room + 1}: node 10.0.0.1 has" in str(raised.value)
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 1.0, "a100": 0.5, "t": 1.0}, {"t": 1.0, "a100": 0.5, "CPU": 1.0}])
@@ -67,9 +64,7 @@ def test_an_address_where_nothing_answers_is_named_in_time(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have connected this process
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(
-            ConfigError, match=rf"^no Ray cluster answers at '{address}' \(cluster\.address\) within 2 s: start"
-        ):
+        with pytest.raises(ConfigError, match=rf"^no Ray cluster answers at '{address}' \(cluster\.address\) within"):
             connect(ClusterConfig(address=address, placement_timeout_s=2.0))
 
 

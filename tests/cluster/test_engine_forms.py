@@ -35,10 +35,7 @@ def test_the_devices_of_a_server_are_read_from_its_arguments(args: list[str], de
 
 @pytest.mark.parametrize("args", [["--tp"], ["--tp", "two"], ["--tp=0"], ["--tp", "--pp"]])
 def test_a_size_that_is_no_number_is_refused(args: list[str]) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"engine\.launch_args: --tensor-parallel-size \(or .*\) must be followed by a number of devices",
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.launch_args: --tensor-parallel-size \(or .* followed by a number"):
         num_devices(args)
 
 
@@ -76,9 +73,7 @@ def wanted(*gpus: float) -> list[Wanted]:
         ((4, 3, 3, 2, 2, 2), (8, 8), []),
     ],
 )
-def test_as_little_as_possible_is_left_without_a_place(
-    gpus: tuple[float, ...], nodes: tuple[float, ...], failed: list[str]
-) -> None:
+def test_as_little_as_possible_is_left(gpus: tuple[float, ...], nodes: tuple[float, ...], failed: list[str]) -> None:
     assert [each.name for each in unplaced(wanted(*gpus), [{"GPU": n} for n in nodes])] == failed
 
 
@@ -103,9 +98,7 @@ def test_types_of_nodes_that_share_nothing_do_not_multiply_the_ways() -> None:
     sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["", "a", "b"])), max_size=4),
     nodes=st.lists(st.tuples(st.integers(1, 8), st.sampled_from(["", "a", "b"])), max_size=3),
 )
-def test_as_many_are_placed_as_in_the_best_of_all_assignments(
-    sizes: list[tuple[int, str]], nodes: list[tuple[int, str]]
-) -> None:
+def test_as_many_are_placed_as_in_any_assignment(sizes: list[tuple[int, str]], nodes: list[tuple[int, str]]) -> None:
     def placed(where: tuple[int, ...]) -> int:
         taken = [0] * len(nodes)
         for (size, name), n in zip(sizes, where, strict=True):

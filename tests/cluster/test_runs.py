@@ -46,9 +46,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join("".join(capsys.readouterr()).replace("#", " ").split())
 
 
-def test_a_dry_run_says_what_the_cluster_is_asked_for(
-    cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_is_asked_for(cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--dry-run", *ARGV, *on(cluster)]) == 0
     told = said(capsys)
     assert f"cluster: Ray at {cluster.address}, 3 nodes" in told

@@ -70,9 +70,7 @@ def test_started_vllm_and_sglang_servers_get_an_untied_output_matrix() -> None:
         (EmbeddedConfig(), {"on_cluster": True}, "cluster.engines starts servers, but engine.kind is 'embedded'"),
     ],
 )
-def test_what_a_run_asks_and_an_engine_cannot_do_is_refused(
-    config: EngineConfig, demands: dict[str, object], refusal: str | None
-) -> None:
+def test_impossible_demands_are_refused(config: EngineConfig, demands: dict[str, object], refusal: str | None) -> None:
     found = list(config.refusals(replace(NOTHING, **demands)))  # type: ignore[arg-type]
     assert (len(found) == 1 and refusal in found[0]) if refusal else found == []
 

@@ -82,9 +82,7 @@ class Drawing:
         ({"temperature": 1.0}, 0.7, r"a temperature of about (0\.9[5-9]|1)\b"),
     ],
 )
-def test_an_engine_that_draws_otherwise_is_named_with_its_likely_setting(
-    changes: dict[str, float], temperature: float, likely: str
-) -> None:
+def test_who_draws_otherwise_is_told_the_setting(changes: dict[str, float], temperature: float, likely: str) -> None:
     of = reference()
     liar = Drawing(of, **changes)
     asyncio.run(check_logprobs(liar, of, tolerance=1e-6, remedy="", temperatures=(temperature,)))

@@ -30,9 +30,7 @@ def test_an_environment_of_trl_plays_here() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_tools_of_an_environment_of_trl_are_those_that_trl_offers(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_of_trl_has_the_tools_that_trl_offers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's own trainer finds the same tools in the same class, and renders the same prompt."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer

@@ -161,9 +161,7 @@ def tell(guest: Guest, text: str) -> Asked:
         ([user("a"), said("b"), user("c")], [CALC], 0, 3),
     ],
 )
-async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
-    messages: Any, tools: Any, origin: int, adds: int
-) -> None:
+async def test_a_request_continues_the_last_reply_it_repeats(messages: Any, tools: Any, origin: int, adds: int) -> None:
     written: list[Any] = []
 
     def write(*given: Any) -> tuple[int, ...]:
@@ -256,7 +254,6 @@ async def test_a_long_message_holds_up_nothing_but_its_own_episode() -> None:
     held: Any = Held()
     source = SourceEnvironment(AgentConfig(command=("a",)), held, 500)
     door, slow, other = Door(), Guest(write=partial(source.write, {})), Guest()
-
     key = door.let_in(slow)
     first, second, third = connect(door, key, "a" * 20_000), connect(door, key, "b"), connect(door, door.let_in(other))
     await asked(other)

@@ -44,9 +44,7 @@ HOG = given("re.match('(a+)+$', 'a' * 60 + 'b')")
         (given("os._exit(7)"), r"the environment's process died \(exit code 7\)"),
     ],
 )
-async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
-    bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_tool_fails_its_own_sample_alone(bad: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_RESPONSE_S", 0.5)
     texts = [bad, *(call("add", a=i, b=i) for i in range(1, 6))]
     failed, *good = await acted(FAST, *(episode(text, index=i) for i, text in enumerate(texts)))

@@ -62,7 +62,6 @@ def test_all_that_a_process_has_printed_is_passed_on(capfd: pytest.CaptureFixtur
 
 def specs(name: str, **fields: Any) -> list[RewardSpec]:
     """The function for the sources ``s``, whose deadline is far, and ``late``, whose deadline is near."""
-
     deadlines_s, given = {"s": PATIENCE_S, "late": 0.3}, {"workers": 1, "retries": 0} | fields
     function = f"{HOSTILE}:{name}"
     return [
@@ -158,9 +157,7 @@ async def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(mar
     assert marked() == []
 
 
-async def test_a_process_that_cannot_be_started_fails_its_sample_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_process_that_cannot_start_fails_its_sample_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_left(*args: object, **options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 

@@ -105,9 +105,7 @@ class Asking:
             num_retries += self.says_retry
             await asyncio.sleep(0.5 * (not answers))
         if not self.has_twin:
-            assert not self.open and all(answer == answers[0] for answer in answers), (
-                "every connection has the one reply"
-            )
+            assert not self.open and all(answer == answers[0] for answer in answers), "every connection has one reply"
         if "error" in answers[0]:
             assert answers[0]["error"]["message"], "a refusal has a reason"
             return None

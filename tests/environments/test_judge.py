@@ -191,7 +191,6 @@ async def test_a_judge_on_this_machine_is_asked_without_a_proxy(monkeypatch: pyt
 @pytest.mark.parametrize("status", [301, 400, 401, 404])
 async def test_a_request_that_the_server_refuses_ends_the_run_at_once(status: int) -> None:
     answers = iter([Answer(status, b"no such model"), "Score: 1", Answer(status, b"too long")])
-
     async with judging(lambda body: next(answers)) as (scorer, server):
 
         async def score(text: str) -> float:

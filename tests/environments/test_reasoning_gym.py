@@ -32,9 +32,7 @@ def test_a_dataset_whose_size_bounds_the_index_goes_on_without_end() -> None:
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, MAX_ROWS - 1), st.integers(0, MAX_ROWS - 1))
-def test_no_generator_is_seeded_alike_for_training_and_evaluation(
-    train: int, evaluate: int, row: int, other: int
-) -> None:
+def test_training_and_evaluation_seed_no_generator_alike(train: int, evaluate: int, row: int, other: int) -> None:
     train_seed, eval_seed = gym_seed("train", "x", train) + row, gym_seed("eval", "x", evaluate) + other
     assert train_seed < 2**31 <= eval_seed < 2**32
 

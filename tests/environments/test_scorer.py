@@ -118,9 +118,7 @@ async def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_a_return_of_another_form_ends_the_run_unless_one_was_right_before(workers: int) -> None:
     async with scoring([spec("evaluated", workers=workers)]) as scorer:
-        with pytest.raises(
-            DataError, match=f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got "
-        ) as caught:
+        with pytest.raises(DataError, match=f"{FUNCTIONS}:evaluated must return a list of 1 number, got ") as caught:
             await scorer.score(trajectory(prompt(), "1.0"))
         assert not isinstance(caught.value, RewardError)
         assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
@@ -128,9 +126,7 @@ async def test_a_return_of_another_form_ends_the_run_unless_one_was_right_before
             await scorer.score(trajectory(prompt(), "[]"))
 
 
-async def test_a_function_that_its_process_cannot_build_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_function_that_cannot_be_built_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (module := tmp_path / "only_once.py").write_text("def reward(completions, **columns): return [1.0]\n")
     config = FunctionConfig(function="only_once:reward", workers=1)
@@ -197,9 +193,7 @@ async def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.Monk
         assert deadlines_s[-1] == 10.0
 
 
-async def test_a_late_sum_of_an_environment_s_rewards_is_retried_and_befalls_no_other_episode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_late_sum_of_rewards_is_retried_and_befalls_no_other_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[Any] = [TimeoutError(), 0.5, 2.0]
 
     async def late_once(pool: WorkerPool, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
@@ -265,7 +259,6 @@ async def test_a_scoring_that_is_closed_from_outside_ends() -> None:
     forever = spec("awaited_forever", workers=0)
     reward = forever.config.build(forever)
     sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
-
     one = score_once(reward, [sample])
 
     async def give_up() -> None:
@@ -278,7 +271,6 @@ async def test_a_scoring_that_is_closed_from_outside_ends() -> None:
 
 async def test_sources_share_one_pool_of_the_largest_size() -> None:
     specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
-
     async with scoring(specs) as scorer:
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc"))
         assert rewards == [3.0, 0.25, 0.25] * 3

@@ -46,17 +46,13 @@ def test_a_module_whose_import_never_returns_is_reported_and_ended(
 
 
 @pytest.mark.parametrize("code", ["def f(completions): return [1.0]\n", "1 / 0\n", "raise SystemExit(3)\n"])
-def test_what_an_import_raises_is_left_for_the_import_in_the_run_to_tell(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_import_raises_is_left_to_the_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("fine.py").write_text(code)
     user_function._check_import("fine", str(tmp_path))
 
 
-def test_a_tool_that_never_can_be_imported_is_no_template_s_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tool_nobody_can_import_is_no_template_s_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("serves.py").write_text("import os\nos._exit(0)\n")
     for settings in (ToolsConfig(functions=("serves:search",)), ClassConfig(factory="serves:Search")):

@@ -104,9 +104,7 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
         (["bad.jsonl"], "bad.jsonl:1: a response must have at least 1 token, got -1"),
     ],
 )
-def test_mistakes_end_in_one_message_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.jsonl").write_text('{"prompt": 1, "length": -1}\n')
     assert cli.main(["simulate", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

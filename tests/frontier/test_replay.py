@@ -166,9 +166,7 @@ def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
     assert "filter dropped 6" in found.notes[-1]
 
 
-def test_options_do_not_change_how_accurate_the_model_of_the_run_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_do_not_change_the_accuracy_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = recorded_run(tmp_path / "run", using(), 8)
     said = []
     for options in ((), ("--batch-size", "2")):
@@ -222,9 +220,7 @@ def test_what_decodes_during_training_is_left_out_if_they_take_turns(
 
 
 @pytest.mark.parametrize(("said", "simulated"), [(None, 20.0), (70.0, 70.0)])
-def test_rollover_is_told_again_what_it_had_been_told_of_its_engine(
-    tmp_path: Path, said: float | None, simulated: float
-) -> None:
+def test_a_replay_tells_rollover_the_same_of_its_engine(tmp_path: Path, said: float | None, simulated: float) -> None:
     setup = small(unit="c0")
     strategy = RolloverConfig(prefill_tokens_per_iteration=said)
     setup = replace(setup, rollout=replace(setting("rollover", setup, 1.0), strategy=strategy))

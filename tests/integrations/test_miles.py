@@ -220,7 +220,5 @@ def test_the_strategy_is_an_argument() -> None:
 def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path, servers: Farm) -> None:
     process = Process(flags(tmp_path, servers))
     del sys.modules["miles.rollout.rm_hub"]
-    with pytest.raises(
-        ConfigError, match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1"
-    ):
+    with pytest.raises(ConfigError, match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: "):
         process.generate(0)

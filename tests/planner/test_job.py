@@ -71,9 +71,7 @@ def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.Capt
     assert "<!DOCTYPE html>" in (folder / "p.html").read_text()
 
 
-def test_a_plan_on_single_responses_says_that_siblings_are_missing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_on_single_responses_says_siblings_are_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "one.jsonl").write_text('{"prompt": 1, "length": 300}\n{"prompt": 2, "length": 900}\n')
     assert planned("--workload", "one.jsonl") == 0
     assert "2 of 2 prompts in one.jsonl have fewer lengths than a group of 8" in capsys.readouterr().out

@@ -213,9 +213,7 @@ async def test_each_token_is_labelled_with_the_weights_that_sampled_it(
         assert mixed, "no call met an update: how many do depends on the machine"
 
 
-async def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(
-    url: str, folders: tuple[Path, Path]
-) -> None:
+async def test_log_probs_are_of_the_distribution_at_every_temperature(url: str, folders: tuple[Path, Path]) -> None:
     async with opened(url, folders[0]) as engine:
         measured = await check_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
         assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
@@ -253,9 +251,7 @@ async def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[
                 await asyncio.sleep(0.05)
 
 
-async def test_a_model_of_another_shape_is_refused_before_it_kills_the_server(
-    url: str, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_another_shape_is_refused_before_it_kills(url: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
     other = model_folder(
         tmp_path / "other", vocab=int(json.loads((folders[0] / "config.json").read_text())["vocab_size"])
     )
@@ -394,9 +390,7 @@ async def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folder
 # -- turns with a trainer -----------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_nothing(
-    url: str, folders: tuple[Path, Path]
-) -> None:
+async def test_who_cannot_sleep_is_refused_though_it_would_say_nothing(url: str, folders: tuple[Path, Path]) -> None:
     with pytest.raises(EngineError, match=f"{url} cannot give its memory back.*start it with --enable-memory-saver"):
         async with opened(url, folders[0], colocated=True):
             pass
@@ -414,9 +408,7 @@ async def test_it_sleeps_and_wakes_with_other_weights(url: str, folders: tuple[P
         await check_logprobs(engine, reference(folders[1]), tolerance=TOLERANCE, remedy="")
 
 
-async def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_a_server_that_cannot_sleep_says_the_saver_is_missing(folders: tuple[Path, Path], tmp_path: Path) -> None:
     config = SGLangConfig(launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True)
     with pytest.raises(EngineError, match=r"engine\.colocated = true needs the package torch-memory-saver"):
         await open_sglang(config, EngineSetup(folder=folders[0], run="tests", root=tmp_path, clock=SystemClock()))

@@ -171,9 +171,7 @@ class TestVLLMThatKeepsItsCacheKeepsTheContract(EngineContract):
 
 
 @within_deadline
-async def test_log_probs_are_those_of_each_version_at_each_temperature(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_log_probs_fit_each_version_and_temperature(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async with engine_of(servers[0], folders["first"]) as engine:
         for version, name in ((0, "first"), (1, "second"), (2, "first")):
             await update(engine, version, folders[name])
@@ -182,9 +180,7 @@ async def test_log_probs_are_those_of_each_version_at_each_temperature(
 
 
 @within_deadline
-async def test_a_greedy_rollout_cut_anywhere_equals_the_uninterrupted_one(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_a_greedy_rollout_is_the_same_if_it_is_cut(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async with engine_of(servers[0], folders["first"]) as engine:
         whole = tokens(await collect(engine, request("whole", max_new_tokens=40, temperature=0.0)))
         for cut in (1, 7, 20, 39):
@@ -193,9 +189,7 @@ async def test_a_greedy_rollout_cut_anywhere_equals_the_uninterrupted_one(
 
 
 @within_deadline
-async def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_an_update_beside_a_kept_cache_is_labelled(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async with engine_of(servers[0], folders["first"], kv_on_update="keep") as engine:
         requests = [request(f"r{i}", seed=i, max_new_tokens=ENDLESS) for i in range(8)]
         calls = [asyncio.create_task(collect(engine, r)) for r in requests]
@@ -220,9 +214,7 @@ LONG_PROMPT = tuple(range(2, 202))
 
 
 @within_deadline
-async def test_prompts_that_are_prefilled_in_parts_are_answered(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_prompts_prefilled_in_parts_are_answered(servers: list[RealServer], folders: dict[str, Path]) -> None:
     """With a seed each they would kill the server; see below."""
     async with engine_of(servers[0], folders["first"]) as engine:
         calls = [request(f"r{i}", prompt_ids=(*LONG_PROMPT, i), seed=i, max_new_tokens=8) for i in range(32)]
@@ -250,9 +242,7 @@ async def test_another_model_is_refused(servers: list[RealServer], folders: dict
 
 
 @within_deadline
-async def test_a_server_that_only_claims_to_sleep_is_refused(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_who_only_claims_to_sleep_is_refused(servers: list[RealServer], folders: dict[str, Path]) -> None:
     why = f"{servers[0].url} cannot give its memory back to the trainer.*start it with --enable-sleep-mode, on a GPU"
     with pytest.raises(EngineError, match=why):
         async with engine_of(servers[0], folders["first"], colocated=True):
@@ -347,9 +337,7 @@ async def assert_all_serve(pool: EnginePool, version: int, folder: Path) -> None
 
 
 @within_deadline
-async def test_a_frozen_server_costs_no_token_and_rejoins_with_new_weights(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_a_frozen_server_costs_no_token_and_rejoins(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async with pool_of(servers, folders["first"]) as pool:
         tasks, received = await start_calls(pool, 8, 400)
         servers[1].freeze()
@@ -364,9 +352,7 @@ async def test_a_frozen_server_costs_no_token_and_rejoins_with_new_weights(
 
 
 @within_deadline
-async def test_a_killed_server_costs_no_token_and_its_successor_gets_weights(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_a_killed_server_costs_no_token_and_returns(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async with pool_of(servers, folders["first"]) as pool:
         await update(pool, 1, folders["second"])
         tasks, received = await start_calls(pool, 8, 400)
@@ -480,9 +466,7 @@ def wait_for_step(training: subprocess.Popen[bytes], run: Path, step: int) -> No
 
 
 @within_deadline
-async def test_quirk_a_seeded_call_prefilled_in_parts_kills_a_cpu_server(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+async def test_quirk_a_seeded_call_in_parts_kills_a_server(servers: list[RealServer], folders: dict[str, Path]) -> None:
     """The last test, because it leaves one server less."""
     try:
         async with engine_of(servers[0], folders["first"], seed_calls="always") as engine:

@@ -88,9 +88,7 @@ def test_wrong_uses_are_one_message_each(run: Path, tmp_path: Path, capsys: pyte
     assert "choose another --port" in capsys.readouterr().err
 
 
-def test_control_c_ends_it_with_code_0(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_c_ends_it_well(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: ThreadingHTTPServer) -> None:
         raise KeyboardInterrupt
 

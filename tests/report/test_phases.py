@@ -83,9 +83,7 @@ def test_a_restart_begins_the_rollout_of_its_step_anew() -> None:
     st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=5),
     st.floats(min_value=0, max_value=1e4, allow_nan=False),
 )
-def test_shares_of_phases_are_whole_percents_that_add_up_to_100(
-    steps: list[tuple[float, float, float, float]], reward_s: float
-) -> None:
+def test_phases_are_percents_that_sum_to_100(steps: list[tuple[float, float, float, float]], reward_s: float) -> None:
     """Also where clocks disagree and the phases are longer than the step, and where rewards are very slow."""
     timeline = Timeline.of(slow_rewards(reward_s=reward_s))
     rows = [row(step_s=a, rollout_s=b, train_s=c, publish_s=d, work_s=1e9) for a, b, c, d in steps]

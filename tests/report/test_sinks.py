@@ -78,9 +78,7 @@ def test_a_full_disk_is_told_by_tensorboard_too(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
-def test_a_missing_tracker_says_which_extra_to_install(
-    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_names_its_extra(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
     with pytest.raises(MissingExtra, match=rf"pip install 'rollover\[{tracker}\]'"):
         opened(tmp_path, tensorboard=False, **{tracker: "project"})
@@ -136,9 +134,7 @@ def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("tracker", "key"), [("wandb", "id"), ("trackio", "name")])
-def test_runs_that_differ_only_in_their_identity_are_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, key: str
-) -> None:
+def test_two_identities_are_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, key: str) -> None:
     runs = _fake_tracker(monkeypatch, tracker)
     for identity in ("sync-1f", "sync-1f", "sync-2e"):
         opened(tmp_path, identity=identity, tensorboard=False, **{tracker: "april"})

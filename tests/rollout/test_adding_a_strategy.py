@@ -122,9 +122,7 @@ def test_a_strategy_is_one_file_and_one_row(tmp_path: Path) -> None:
         '## `[rollout.strategy]` of kind `"backlog"`\n\nKeeps a number of batches open and parks what is unfinished.\n'
         in page
     )
-    assert (
-        "- **`num_batches`** (whole number; default `2`). Batches of groups that are open at the same time.\n" in page
-    )
+    assert "- **`num_batches`** (whole number; default `2`). Batches of groups that are open at the same time" in page
 
 
 def test_the_laws_of_strategies_hold_for_it_without_another_line(tmp_path: Path) -> None:

@@ -117,9 +117,7 @@ async def never() -> float:
         (DOES_NOT_APPLY, WasteCause.NO_REWARD, "f returned None"),
     ],
 )
-def test_a_failing_reward_fails_its_sample_and_siblings_go_on(
-    error: BaseException, cause: WasteCause, reason: str
-) -> None:
+def test_a_failing_reward_fails_its_sample_alone(error: BaseException, cause: WasteCause, reason: str) -> None:
     rig, batches = play(2, "sync", scorer=first_is(error), group_size=3)
     [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
     assert (failure.sample_id, failure.cause, failure.reason) == (FIRST, cause, reason)

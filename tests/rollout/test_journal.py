@@ -171,9 +171,7 @@ def test_a_reader_sees_what_a_writer_has_appended_so_far(journal: Journal) -> No
     assert len(list(read_events(journal.path))) == 3
 
 
-def test_a_closed_journal_is_read_from_a_disk_that_takes_no_files(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_journal_is_read_from_a_read_only_disk(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.close()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     reading = read_events(journal.path)

@@ -41,9 +41,7 @@ class Repeated(OverlappedRollover):
 @given(
     GROUPS, st.integers(1, 3), st.integers(0, 3), st.sampled_from([10.0, 100.0, 900.0]), st.sampled_from([8.0, 1e12])
 )
-def test_the_closed_form_is_what_comes_about(
-    groups: list[tuple[int, int]], m: int, g: int, training: float, b0: float
-) -> None:
+def test_the_closed_form_comes_about(groups: list[tuple[int, int]], m: int, g: int, training: float, b0: float) -> None:
     """The same prompts again and again, so that rounds repeat themselves. If whole groups are trained in turn, as the
     closed form takes them, it is off by one token of each sample for each of the m versions of a round: an iteration that
     is under way has them already. A trainer that is late finds more groups whole, and takes them in another order: then

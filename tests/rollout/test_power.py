@@ -88,9 +88,7 @@ async def test_a_batch_that_is_handed_out_survives_a_power_cut(tmp_path: Path, d
     journal.close()
 
 
-def test_no_checkpoint_is_newer_than_the_journal_on_the_disk(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_checkpoint_is_newer_than_the_journal(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     save, saved = LocalTrainer.save, []
 
     def check_and_save(trainer: LocalTrainer, path: Path, extra: dict[str, int]) -> None:

@@ -109,9 +109,7 @@ def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:
         assert isinstance(made, Rollover) and made.prefill_tokens_per_iteration == told
 
 
-def test_a_round_is_full_once_no_group_of_it_is_open_and_then_gives_all_its_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_round_without_an_open_group_is_full_and_gives_all_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise groups that act or await a reward while nothing is decoded always miss the first batch."""
     monkeypatch.setattr(Rollover, "round", lambda self, view: replace(ONE_BY_ONE, num_batches=3))
     strategy, state = strategy_of("rollover", rollout_batch_size=N, group_size=G), state_with(num_ready=2 * N)
@@ -225,9 +223,7 @@ def test_laws_hold_under_any_lengths(name: str, options: dict[str, Any], extra_s
         ("april, drop_surplus", [[0, 1], [4, 5]], {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}),
     ],
 )
-def test_surplus_groups_lead_the_next_batch_unless_they_are_dropped(
-    name: str, rows: list[list[int]], wasted: dict[WasteCause, int]
-) -> None:
+def test_surplus_groups_lead_or_are_dropped(name: str, rows: list[list[int]], wasted: dict[WasteCause, int]) -> None:
     """Four groups of two samples become ready in the same tick, a batch takes two. Without the others, the next batch
     takes as long; and their prompts are lost too."""
     rig, batches = play(2, name, length=lambda request: 5)

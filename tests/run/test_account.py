@@ -135,9 +135,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return install
 
 
-def test_a_batch_that_cannot_be_trained_is_stepped_over_when_asked(
-    poison: Callable[..., Any], refused: Say, done: Say
-) -> None:
+def test_an_untrainable_batch_is_stepped_over_when_asked(poison: Callable[..., Any], refused: Say, done: Say) -> None:
     poison(2)
     advice = "the batch of step 2 was not trained; to resume without it: rollover train --resume out --skip-batch 2"
     argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10", "--logging.progress", "plain")

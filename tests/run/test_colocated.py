@@ -69,9 +69,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", OVERLAPPING)
-def test_a_strategy_that_overlaps_with_the_trainer_is_refused_at_once(
-    experiment: Path, refused: Say, strategy: str
-) -> None:
+def test_a_strategy_that_overlaps_the_trainer_is_refused_at_once(experiment: Path, refused: Say, strategy: str) -> None:
     told = refused("train", "run.toml", "--run-dir", "out", "--rollout.strategy", strategy, *COLOCATED)
     assert f"rollout.strategy '{strategy}' generates while the trainer trains" in told
     assert all((kind in told) == (kind not in OVERLAPPING) for kind in STRATEGIES if kind != strategy)

@@ -163,14 +163,8 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
         ("launch = true", r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'"),
         ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
         ("kind = 'vllm'\nurls = ['http://u:p@h']", r"run\.toml:12: engine\.urls must look like 'http://host:8000'"),
-        (
-            "kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2",
-            r"run\.toml:13: engine\.num_servers has no effect without launch",
-        ),
-        (
-            "kind = 'vllm'\nlaunch = true\n[trainer]\nreplay_routes = true",
-            r"run\.toml:14: trainer\.replay_routes = true, but engine\.kind 'vllm' does not return the experts that it",
-        ),
+        ("kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2", r"run\.toml:13: engine\.num_servers has no effect"),
+        ("kind = 'vllm'\nlaunch = true\n[trainer]\nreplay_routes = true", r"run\.toml:14: trainer\.replay_routes ="),
     ],
 )
 def test_a_mistake_in_an_engine_is_judged_by_its_kind(tmp_path: Path, lines: str, message: str) -> None:
@@ -386,11 +380,7 @@ RANK = {"kind": "function", "function": "m:f", "group": True}
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [
-        (
-            {"reward": {"kind": "exact"}},
-            {"algorithm": {"advantage": "component_std"}},
-            "source 'letters' has none: list its rewards as tasks.train.rewards",
-        ),
+        ({"reward": {"kind": "exact"}}, {"algorithm": {"advantage": "component_std"}}, "source 'letters' has none"),
         (
             {"reward": RANK},
             {"rollout": {"unit": "sample"}, "algorithm": {"advantage": "history"}},
@@ -403,9 +393,7 @@ RANK = {"kind": "function", "function": "m:f", "group": True}
         ),
     ],
 )
-def test_rewards_that_the_rest_of_a_run_cannot_use_are_refused(
-    source: dict[str, Any], more: dict[str, Any], message: str
-) -> None:
+def test_rewards_that_a_run_cannot_use_are_refused(source: dict[str, Any], more: dict[str, Any], message: str) -> None:
     data = {"model": {"path": "m"}, "tasks": {"train": [LETTERS | source]}, **more}
     with pytest.raises(ConfigError) as caught:
         schema.build(RunConfig, toml.Document(name="run.toml", data=data))

@@ -163,9 +163,7 @@ SOURCE = JsonlConfig(name="a", path="a.jsonl", reward=ExactConfig())
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_setting_that_does_not_change_what_is_learned_may_change(
-    tmp_path: Path, kind: str, deterministic: bool
-) -> None:
+def test_a_setting_that_changes_nothing_learned_may_change(tmp_path: Path, kind: str, deterministic: bool) -> None:
     config = replace(CONFIG, deterministic=deterministic, tasks=TasksConfig(train=(SOURCE,)))
     directory.create(config, tmp_path).close()
     for key, value in zip(CHANGES[kind][::2], CHANGES[kind][1::2], strict=True):
@@ -228,23 +226,13 @@ def test_a_run_goes_on_with_what_may_change(
     ("began", "changes", "message"),
     [
         ({}, ["--rollout.group_sise", "2"], r"command line: --rollout\.group_sise: unknown key"),
-        (
-            {},
-            ["--trainer.lora.rank", "8"],
-            r"trainer\.lora cannot change when a run is resumed: what the run has learned",
-        ),
+        ({}, ["--trainer.lora.rank", "8"], r"trainer\.lora cannot change when a run is resumed: what the run has"),
         ({}, ["--deterministic", "true"], r"deterministic cannot change .* the steps so far were not repeatable"),
         ({"engine": SERVERS}, ["--engine.kv_on_update", "keep"], r"engine\.kv_on_update cannot change"),
-        (
-            {"trainer": TrainerConfig(schedule="cosine")},
-            ["--steps", "7"],
-            r"steps cannot change .* trainer\.schedule 'cosine' depends on it",
-        ),
+        ({"trainer": TrainerConfig(schedule="cosine")}, ["--steps", "7"], r"steps cannot change .*schedule 'cosine'"),
     ],
 )
-def test_a_run_does_not_go_on_with_what_cannot_change(
-    tmp_path: Path, began: dict[str, Any], changes: list[str], message: str
-) -> None:
+def test_what_cannot_change_is_refused(tmp_path: Path, began: dict[str, Any], changes: list[str], message: str) -> None:
     directory.create(replace(CONFIG, **began), tmp_path).close()
     with pytest.raises((RunError, ConfigError), match=message):
         directory.saved_config(tmp_path, changes)
@@ -310,9 +298,7 @@ def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["dump", "fsync", "replace"])
-def test_a_directory_whose_run_was_killed_at_its_start_can_be_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_run_killed_at_its_start_can_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Killed when ``config.json`` is half written, written but not flushed, and flushed but not in its place."""
     owner = {"dump": json, "fsync": os, "replace": Path}[moment]
 
@@ -343,9 +329,7 @@ def test_what_is_no_run_directory_cannot_be_resumed(tmp_path: Path, content: str
 
 def test_a_run_inside_another_trainer_is_resumed_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"meta": {"job": "trl", "host": "trl 1.16.0"}}')
-    with pytest.raises(
-        RunError, match=r"holds the rollouts of trl 1\.16\.0: that trainer resumes and saves its runs itself"
-    ):
+    with pytest.raises(RunError, match=r"holds the rollouts of trl 1\.16\.0: that trainer resumes and saves its"):
         directory.open_for_resume(tmp_path)
     with pytest.raises(RunError, match="holds the rollouts of trl"):
         directory.derived_config(tmp_path)
@@ -396,9 +380,7 @@ def test_evaluation_may_change_on_resume_if_no_prompt_is_held_out_for_it() -> No
 
 
 @pytest.mark.real_time
-async def test_the_event_loop_goes_on_while_a_checkpoint_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint names the events from before."""
     written, looped = [], threading.Event()
 

@@ -210,9 +210,7 @@ def test_settings_that_cannot_be_met_are_refused(changes: dict[str, Any], messag
 def test_sources_with_several_rewards_do_not_stand_in_for_an_evaluation() -> None:
     source = JsonlConfig(name="p", path="p.jsonl", rewards=(ExactConfig(), ExactConfig(name="again")))
     asked = RunConfig(model=ModelConfig(path="model"), tasks=TasksConfig(train=(source,)))
-    with pytest.raises(
-        ConfigError, match=r"tasks.eval names no source, and those of tasks.train cannot be used: .*'p'"
-    ):
+    with pytest.raises(ConfigError, match=r"tasks.eval names no source, and those of tasks.train cannot be .*'p'"):
         completed(asked, "evaluate")
 
 

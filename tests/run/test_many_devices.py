@@ -35,9 +35,7 @@ def sampled(run: str) -> list[Any]:
     return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
 
 
-def test_a_run_on_two_devices_equals_one_device_also_after_a_kill(
-    refused: Say, done: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_devices_equal_one_also_after_a_kill(refused: Say, done: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = ("--checkpoint.every_steps", "2", "--checkpoint.keep_last", "9")
     done("train", "run.toml", "--run-dir", "one", *ARGV, *keep)
     with monkeypatch.context() as patch:
@@ -86,10 +84,7 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
             "trainer.context_parallel is 4, but the model has 4 attention heads and 2 key-value heads, which are divided"
             " among the devices: set it to a divisor of both (1, 2)",
         ),
-        (
-            ("--sft.num_devices", "4", "--sft.context_parallel", "4"),
-            "sft.context_parallel is 4, but the model has 4 attention heads and 2 key-value heads",
-        ),
+        (("--sft.num_devices", "4", "--sft.context_parallel", "4"), "sft.context_parallel is 4, but the model has 4"),
         (
             ("--trainer.lora.targets", '["q_proj", "query"]'),
             "trainer.lora.targets names 'query', which the model does not have; its matrices: q_proj, k_proj, v_proj, o_proj,"
@@ -97,9 +92,7 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
         ),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_begun(
-    refused: Say, argv: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_done_is_said_before_anything_begins(refused: Say, argv: tuple[str, ...], message: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here")
     for dry in ((), ("--dry-run",)):

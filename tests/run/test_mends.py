@@ -46,9 +46,7 @@ def begun(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("out/checkpoints/step_2").is_dir()
 
 
-def test_training_that_ran_out_of_memory_goes_on_with_smaller_passes(
-    refused: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_out_of_memory_goes_on_with_smaller_passes(refused: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = torch.Tensor.backward
 
     def short_of_memory(loss: torch.Tensor) -> None:

@@ -29,9 +29,7 @@ def of_a_killed_run(folder: Path, *argv: str) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("changes", [(), ("--engine.cpu_kernels", "torch")], ids=["compiled", "torch"])
-def test_a_killed_run_trains_each_token_over_the_set_it_was_drawn_from(
-    experiment: Path, tiny_model: Path, changes: tuple[str, ...]
-) -> None:
+def test_a_killed_run_trains_over_kept_sets(experiment: Path, tiny_model: Path, changes: tuple[str, ...]) -> None:
     run, trajectories = Path("out"), of_a_killed_run(experiment, "--steps", "6", *CUT, *changes)
     assert all(len(t.kept) == t.num_tokens for t in trajectories)
     assert runs.largest_logprob_error(run, tiny_model, trajectories) < 1e-4

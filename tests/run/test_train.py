@@ -235,9 +235,7 @@ def test_eval_of_a_run_measures_its_newest_checkpoint(experiment: Path) -> None:
     assert measured["accuracy"] == runs.rows(run, "eval")[-1]["accuracy"]
 
 
-def test_the_best_checkpoint_stays_and_a_run_that_settles_ends(
-    experiment: Path, done: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_stays_and_a_settled_run_ends(experiment: Path, done: Say, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
     plain = ("--logging.progress", "plain")
     judged = ("--eval.every_steps", "1", "--eval.keep_best", "true", "--eval.patience", "3", "--steps", "40")

@@ -66,9 +66,7 @@ def test_a_run_waits_for_dead_servers_as_long_as_it_says(experiment: Path, capsy
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_server_that_reloads_only_part_of_the_weights_stops_the_run(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_reloads_some_weights_stops_the_run(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ModelServer(experiment / "model", context=CONTEXT, stale_head=True)
     config = (experiment / "run.toml").read_text().replace("learning_rate = 3e-3", "learning_rate = 0.3")
     (experiment / "run.toml").write_text(config)

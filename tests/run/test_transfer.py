@@ -72,9 +72,7 @@ def test_a_server_takes_all_gpus_that_its_arguments_ask_for(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_servers_that_take_turns_with_the_trainer_get_weights_from_folders(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_take_turns_get_weights_from_folders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 4, 2**36)
     with pytest.raises(ConfigError, match=r"engine\.colocated = true servers and trainer have the same ones"):
         checked(kind, "--engine.colocated", "true")

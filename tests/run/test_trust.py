@@ -29,9 +29,7 @@ def trust_of(engine: FakeEngine, rollout: RolloutConfig, placement: Any = None) 
 
 
 @pytest.mark.parametrize(("bound", "is_swarm", "kept"), [(1, True, 8), (16, True, 18), (99, True, 24), (16, False, 8)])
-def test_members_of_a_swarm_can_be_checked_as_far_behind_as_they_may_sample(
-    bound: int, is_swarm: bool, kept: int
-) -> None:
+def test_members_of_a_swarm_can_be_checked_as_far_behind_as_they_sample(bound: int, is_swarm: bool, kept: int) -> None:
     placement = SimpleNamespace(on_distrust=lambda listener: None) if is_swarm else None
     trust = trust_of(FakeEngine(lambda request: 1), RolloutConfig(max_staleness=bound), placement)
     for version in range(30):
@@ -41,9 +39,7 @@ def test_members_of_a_swarm_can_be_checked_as_far_behind_as_they_may_sample(
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("draws", [False, True])
-async def test_sampling_is_checked_of_whom_is_to_draw(
-    monkeypatch: pytest.MonkeyPatch, is_known: bool, draws: bool
-) -> None:
+async def test_sampling_is_checked_of_who_draws(monkeypatch: pytest.MonkeyPatch, is_known: bool, draws: bool) -> None:
     made: list[str] = []
     for name in ("check_logprobs", "check_sampling"):
 

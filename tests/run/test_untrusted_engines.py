@@ -136,9 +136,7 @@ def test_a_liar_that_its_proof_does_not_show_is_found_within_a_batch(
     assert max(row[f"drift/{url}"] for row in runs.rows(out) for url in urls[:2] if f"drift/{url}" in row) < 1e-4
 
 
-def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_liar_ends_the_run_until_it_is_mended(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     liar = Liar(experiment / "model", "bfloat16", first=False)
     with serving(liar) as url:
         assert train([url], "--rollout.strategy", "april", "--rollout.strategy.over_sampling_batch_size", "12") == 2
@@ -152,9 +150,7 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
     assert runs.ledger(Path("out")).next_step == 2
 
 
-def test_an_embedded_engine_that_computes_otherwise_ends_the_run_at_once(
-    experiment: Path, refused: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_embedded_engine_ends_the_run(experiment: Path, refused: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "read_rope", lambda keys, head_dim, **_: Rope((1.0,) * (head_dim // 2), 1.0))
     error = refused("train", "run.toml", "--run-dir", "out")
     assert "the embedded engine does not sample from the trainer's policy" in error

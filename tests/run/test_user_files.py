@@ -142,9 +142,7 @@ RESUMED = ("train", "--resume", "out", "--steps", "3", "--tasks.chat_template_fi
 
 
 @pytest.mark.parametrize("trains", ["--sft.num_steps=1", "--trainer.lora.rank=2"])
-def test_a_model_that_is_taken_away_knows_the_template_and_the_ends_of_its_run(
-    trains: str, folder: Path, refused: Say, done: Say
-) -> None:
+def test_an_exported_model_knows_its_template_and_ends(trains: str, folder: Path, refused: Say, done: Say) -> None:
     Path("model").rename("linked")
     shutil.copytree("linked", "model")
     if "lora" in trains:

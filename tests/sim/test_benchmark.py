@@ -67,9 +67,7 @@ def test_mean_context_weighs_every_decoded_token_alike(replayed: ModuleType, tmp
 
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
-def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
-    replayed: ModuleType, tmp_path: Path, unit: Any
-) -> None:
+def test_a_sample_ends_at_its_length_whatever_is_trained(replayed: ModuleType, tmp_path: Path, unit: Any) -> None:
     workload = replayed.read_lengths(lengths_file(tmp_path, [[3, 14, 9], [26, 5, 8]]), 3, 1.0, 4).workload()
     config = RolloutConfig(unit=unit, rollout_batch_size=1, group_size=3, max_new_tokens=40)
     engine = FakeEngine(lambda request: 1000, auto=True, clock=VirtualClock(), max_running=8)
@@ -90,9 +88,7 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
 
 
 @pytest.mark.parametrize("caches", ["keep", "recompute"])
-def test_no_target_within_the_lag_is_faster_than_the_one_that_is_found(
-    replayed: ModuleType, rollout: ModuleType, caches: str
-) -> None:
+def test_no_target_within_the_lag_beats_the_one_found(replayed: ModuleType, rollout: ModuleType, caches: str) -> None:
     trace = replayed.read_lengths(ROOT / "benchmarks" / "lengths.json", 4, 10.0, 16)
     ours = replace(rollout.settings(5, 4, trace.cap_tokens)[-2], kv_on_update=caches)
     model = replace(MODEL, prefill_tokens_per_s=2000.0)  # slow: carrying much over does not pay where caches are lost
@@ -117,9 +113,7 @@ TABLE = ((1, 2.0), (3, 3.0), (5, 7.0))
 @pytest.mark.parametrize(
     ("num_running", "seconds"), [(0, 2.0), (1, 2.0), (2, 2.5), (3, 3.0), (4, 5.0), (5, 7.0), (6, 9.0), (8, 13.0)]
 )
-def test_a_table_of_iteration_times_is_linear_between_its_points(
-    rollout: ModuleType, num_running: int, seconds: float
-) -> None:
+def test_iteration_times_are_linear_between_the_points(rollout: ModuleType, num_running: int, seconds: float) -> None:
     assert rollout.TimedReplica(c0_s=1.0, b0=4.0, iteration_table=TABLE).iteration_s(num_running) == pytest.approx(
         seconds
     )

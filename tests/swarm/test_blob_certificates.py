@@ -46,12 +46,9 @@ async def downloads_of(
         await downloads.close()
 
 
-async def test_the_system_vouches_for_a_store_and_its_file_for_the_trainer(
-    tmp_path: Path, trainers: Certificate, stores: Certificate
-) -> None:
+async def test_the_system_vouches_for_stores_alone(tmp_path: Path, trainers: Certificate, stores: Certificate) -> None:
     first, second = store_blobs(tmp_path / "blobs", b"weights", b"more weights")
     said: list[str] = []
-
     with (
         serving(tmp_path / "blobs", certificate=trainers) as trainer,
         serving(tmp_path / "blobs", certificate=stores) as store,
@@ -72,7 +69,6 @@ async def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     relays, said = make_certificate(tmp_path, "127.0.0.1", name="relay"), list[str]()
     both = tmp_path / "both.pem"
     both.write_text(Path(trainers[0]).read_text() + Path(relays[0]).read_text())
-
     with (
         serving(tmp_path / "blobs", certificate=trainers) as trainer,
         serving(tmp_path / "blobs", certificate=relays) as relay,
@@ -91,13 +87,10 @@ async def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     ]
 
 
-async def test_the_token_goes_only_to_the_owner_of_the_trainers_certificate(
-    tmp_path: Path, trainers: Certificate, stores: Certificate
-) -> None:
+async def test_the_token_goes_to_the_trainer_alone(tmp_path: Path, trainers: Certificate, stores: Certificate) -> None:
     """Somebody with a certificate that the system trusts has taken the trainer's address."""
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     said: list[str] = []
-
     with serving(tmp_path / "blobs", certificate=stores) as impostor, pytest.raises(TimeoutError):
         async with downloads_of(impostor, tmp_path / "worker", trainers[0], said) as downloads:
             async with asyncio.timeout(0.5):

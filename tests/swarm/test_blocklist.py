@@ -50,12 +50,9 @@ async def until_sent_away(engine: SwarmEngine, token: WorkerToken) -> None:
                 await connection.receive()
 
 
-async def test_a_liar_stays_refused_when_the_trainer_restarts(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_restart_readmits_no_liar(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, told = tmp_path, list[str]()
     (run / "config.json").write_text('{"meta": {}}')
-
     async with asyncio.timeout(within(60)), AsyncExitStack() as stack:
         before = await stack.enter_async_context(swarm(run / "swarm", model))
         liar, honest = token_of(run / "swarm", "liar"), token_of(run / "swarm", "anna")

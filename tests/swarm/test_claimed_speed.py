@@ -35,9 +35,7 @@ def says(hub: Coordinator, worker: ModelWorker, number: int, claimed: float, *, 
         pytest.param(1e12, 10, 4.4, id="absurd"),
     ],
 )
-def test_a_member_is_hardly_faster_than_its_tokens_arrive(
-    claimed: float, num_tokens: int, believed: float, mean_running: float
-) -> None:
+def test_a_claim_hardly_exceeds_arrivals(claimed: float, num_tokens: int, believed: float, mean_running: float) -> None:
     hub, worker = with_a_call()
     for number in range(1, 4):
         decodes(hub, worker, "g0.0#0.", num_tokens, number * BEAT_S)

@@ -38,9 +38,7 @@ def test_a_token_is_valid_until_any_process_revokes_it(tmp_path: Path) -> None:
         here.revoke("laptop")
 
 
-def test_nobody_else_can_read_the_hashes_not_even_while_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_else_can_read_the_hashes_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, modes, flush = tmp_path / "workers.json", list[int](), os.fsync
     (tmp_path / ".new-workers.json").touch(0o644)  # a process was killed while it wrote
 
@@ -96,7 +94,6 @@ def test_the_command_lists_adds_and_revokes(
     assert "has no swarm" in capsys.readouterr().err
     assert cli.main(["workers", str(run), "--out", "x"]) == 2
     assert "also give --add NAME" in capsys.readouterr().err
-
     out = tmp_path / "a.token"
     assert cli.main(["workers", str(run), "--add", "a", "--out", str(out)]) == 0
     shown = capsys.readouterr()
@@ -109,7 +106,6 @@ def test_the_command_lists_adds_and_revokes(
     assert cli.main(["workers", str(run), "--add", "b", "--out", str(tmp_path / "no" / "b.token")]) == 2
     assert "b" not in Credentials(run / "swarm" / "workers.json").hashes()
     assert cli.main(["workers", str(run), "--revoke", "a"]) == 0
-
     write_status(run / "swarm", status(worker("laptop", note="the disk is full"), time_s=1.0))
     capsys.readouterr()
     assert cli.main(["workers", str(run)]) == 0
@@ -166,9 +162,7 @@ def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is waiting for the trainer's journal" in seen
 
 
-def test_what_a_worker_says_can_neither_colour_the_list_nor_show_a_secret(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_worker_says_is_text_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = Credentials(tmp_path / "workers.json").add("a", KEY)
     note = shown(f"\x1b[31m[bold]gone[/bold]\x1b[2J\n\x07 {token.text}")
     assert token.secret not in note and all(c.isprintable() for c in note)

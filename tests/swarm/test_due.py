@@ -61,9 +61,7 @@ def test_a_phone_gets_only_calls_that_it_can_finish_in_time() -> None:
 
 
 @pytest.mark.parametrize(("max_staleness", "version"), [(0, None), (1, None), (2, 2), (None, 2)])
-def test_a_group_starts_at_the_phone_only_if_its_step_is_far_enough(
-    max_staleness: int | None, version: int | None
-) -> None:
+def test_a_group_starts_at_the_phone_only_if_its_step_is_far(max_staleness: int | None, version: int | None) -> None:
     swarm = Swarm()
     swarm.fill_the_server()
     takes_one = swarm.hub.takes_one(FirstCall(0, LENGTH, max_staleness=max_staleness))

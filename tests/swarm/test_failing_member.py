@@ -99,9 +99,7 @@ def test_what_fails_at_a_second_member_too_is_a_failed_attempt() -> None:
         (3, "abort", (), "stopped g0.0#0. after 3 tokens without being asked to"),
     ],
 )
-def test_an_impossible_end_is_a_failure_of_the_member_that_claims_it(
-    num_tokens: int, reason: str, stops: tuple[int, ...], said: str
-) -> None:
+def test_an_impossible_end_fails_its_member(num_tokens: int, reason: str, stops: tuple[int, ...], said: str) -> None:
     """The response keeps its tokens and continues elsewhere; no such answer can end the run while another worker does
     better."""
     hub = coordinator()

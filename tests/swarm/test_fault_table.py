@@ -50,7 +50,6 @@ async def until_step(stage: Stage, step: int) -> None:
 async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(experiment_folder: Path) -> None:
     """It passes its checks and sends its heartbeats. Each group is due at some step, so without anybody who takes over
     what the straggler has, the batch would wait for its sample for ever."""
-
     stage = stage_in(experiment_folder)
     stage.halt("laptop")
     async with stage.open():
@@ -126,7 +125,6 @@ async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(exper
 @needs_mounts
 async def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_a_stop(experiment_folder: Path) -> None:
     """Nothing is lost: the worker keeps the weights it has, and the run goes on once there is space."""
-
     run_megabytes = 512  # a run asks for some beforehand
     with (
         small_disk(experiment_folder / "disk", run_megabytes) as runs_disk,
@@ -140,7 +138,6 @@ async def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_a_stop
             worker_disk.clear()
             servings, full_s = stage.proxy.record.servings, time.monotonic()
             await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
-
             runs_disk.fill()
             coordinator = stage.cast["coordinator"]
             give_up_s = time.monotonic() + within(60)

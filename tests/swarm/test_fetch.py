@@ -172,12 +172,9 @@ async def test_a_worker_started_again_fetches_only_what_is_new(publisher: SwarmP
 # -- blobs that arrive damaged, late or not at all --------------------------------------------------------------------
 
 
-async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+async def test_a_blob_that_stays_wrong_changes_nothing_and_is_named(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
     (name,) = blob_names(publisher, second)
-
     with serving(publisher.blobs.root, answers({name}, flipped)) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
@@ -192,9 +189,7 @@ async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
 
 
 @pytest.mark.parametrize("range_answer", ["whole", "refused"])
-async def test_a_source_without_range_gives_the_whole_blob_again(
-    publisher: SwarmPublisher, tmp_path: Path, range_answer: str
-) -> None:
+async def test_without_range_the_whole_blob_comes(publisher: SwarmPublisher, tmp_path: Path, range_answer: str) -> None:
     (head,) = publish(publisher, 0)
     (name,) = blob_names(publisher, head)
     (tmp_path / "worker" / "blobs").mkdir(parents=True)
@@ -214,7 +209,6 @@ async def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tm
     publisher = open_publisher(tmp_path, anchor_every=4, keep_versions=10)
     first, second, third = publish(publisher, 0, 1, 2)
     publisher.blobs.path(second.manifest).unlink()
-
     with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
@@ -231,7 +225,6 @@ async def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tm
 
 async def test_a_delta_on_altered_weights_is_replaced_by_full_ones(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
-
     with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             held = await fetch(fetcher, first, server)
@@ -468,7 +461,6 @@ async def test_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Pa
 
 async def test_old_blobs_do_not_pile_up_at_the_worker(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path, anchor_every=2)
-
     with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             for version in range(5):

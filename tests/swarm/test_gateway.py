@@ -220,9 +220,7 @@ async def test_an_invalid_frame_ends_the_connection_with_one_message(
             pass
 
 
-async def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_two_connections_neither_waits_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ModelWorker("a"), ModelWorker("b")
     async with swarm(tmp_path) as engine, joined(engine, first), joined(engine, second):
         leases: list[int] = []
@@ -380,7 +378,6 @@ def send_and_read_later(client: socket.socket) -> bytes:
 
 async def test_a_worker_that_is_sending_when_the_run_ends_reads_that_it_ended(tmp_path: Path) -> None:
     """Its connection is not closed under it: whatever it sends after that would be answered with a reset."""
-
     async with swarm(tmp_path) as engine:
         client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
         await until(lambda: "a" in engine.coordinator.members)
@@ -402,11 +399,8 @@ async def test_nothing_is_written_to_a_lost_connection(tmp_path: Path, caplog: p
     assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 
-async def test_a_worker_that_closes_its_connection_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_hangs_up_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "_FAREWELL_S", 0.1)
-
     certificate, key = make_certificate(tmp_path, "127.0.0.1")
     async with swarm(tmp_path, tls_certificate=certificate, tls_key=key) as engine:
         client = await asyncio.to_thread(close_and_stay, int(engine.url.rpartition(":")[2]))

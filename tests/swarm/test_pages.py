@@ -86,9 +86,7 @@ def test_the_board_puts_together_what_coordinator_publisher_and_run_say(tmp_path
     assert shown.convergence_s == 5.5
     assert shown.metrics == {"staleness/max": 1.0, "drift/kitchen": 3e-6, "swarm/convergence_s": 5.5}, "JSON has no NaN"
     drift = {w.name: w.drift for w in shown.workers}
-    assert drift == {"kitchen": 3e-6, "attic": 0.5, "cellar": None}, (
-        "a batch without tokens of a worker says nothing of it"
-    )
+    assert drift == {"kitchen": 3e-6, "attic": 0.5, "cellar": None}, "no tokens of a worker say nothing of it"
     assert [(p.version, p.kind, p.wire_bytes, p.time_s) for p in shown.publications] == [(8, "delta", 81, NOW_S)]
     assert board.status == shown
 
@@ -165,10 +163,7 @@ async def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: P
     board.write(status(worker("laptop")))
     for answer in await asked(board, "/", "/status.json", "/metrics", host="evil.example:8791"):
         assert answer.status_code == 421
-        assert (
-            "laptop" not in answer.text
-            and "use the address 127.0.0.1 or localhost, not 'evil.example:8791'" in answer.text
-        )
+        assert "laptop" not in answer.text and "address 127.0.0.1 or localhost, not 'evil.example:8791'" in answer.text
 
 
 async def test_the_page_loads_nothing_and_may_not_be_framed_or_kept(tmp_path: Path) -> None:

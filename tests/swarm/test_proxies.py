@@ -80,15 +80,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
-async def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+async def test_workers_join_and_fetch_by_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     certificate, key = make_certificate(tmp_path, TRAINER)
     blobs = BlobFolder(tmp_path / "blobs")
     blob = BlobRef(digest=blobs.put(b"weights"), num_bytes=7, raw_bytes=7)
     files = (certificate, key) if scheme == "wss" else None
     tls = tls_context(Path(certificate)) if scheme == "wss" else None
-
     async with (
         asyncio.timeout(within(30)),
         greeting(tmp_path / "blobs", lambda header: "laptop", files) as gateway,
@@ -157,9 +154,7 @@ def test_the_environment_names_the_proxy(
         ("http://p:99999", "HTTPS_PROXY does not name a proxy"),
     ],
 )
-def test_what_is_no_proxy_is_refused_with_the_name_of_its_variable(
-    monkeypatch: pytest.MonkeyPatch, value: str, message: str
-) -> None:
+def test_a_wrong_proxy_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
     monkeypatch.setenv("HTTPS_PROXY", value)
     with pytest.raises(ConfigError) as caught:
         proxy_for("wss://a.example:8790")

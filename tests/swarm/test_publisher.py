@@ -270,9 +270,7 @@ def test_after_an_error_the_next_version_is_published_bit_for_bit(tmp_path: Path
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename", "replace"])
-def test_a_full_disk_is_said_and_the_old_head_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+def test_a_full_disk_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     publisher = open_publisher(tmp_path)
     (head,) = publish_all(publisher, 1)
 
@@ -326,9 +324,7 @@ def test_a_crash_while_the_key_is_written_leaves_none(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_two_processes_that_make_the_key_at_the_same_time_have_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_that_make_the_key_at_once_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, others = os.link, []
 
     def beaten(name: str, file: Path) -> None:

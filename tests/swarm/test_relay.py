@@ -142,7 +142,6 @@ async def test_what_is_not_there_yet_is_asked_for_again(tmp_path: Path) -> None:
     """The relay was asked too early, by a worker that heard of the new head before the blob had come."""
     (blob,) = store_blobs(tmp_path / "elsewhere", CONTENTS[0])
     (tmp_path / "home").mkdir()
-
     with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"{between.url}/{blob.digest}")).status_code == 404
@@ -162,9 +161,7 @@ async def test_what_a_relay_has_it_gives_while_the_trainer_is_away(tmp_path: Pat
 
 
 @pytest.mark.parametrize("token", [None, "rw1.relay.secret"])
-async def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
-    tmp_path: Path, blobs: list[BlobRef], token: str | None
-) -> None:
+async def test_a_relay_shows_its_token_or_the_workers(tmp_path: Path, blobs: list[BlobRef], token: str | None) -> None:
     def wants_token(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         if server.authorized[-1] != f"Bearer {token or 'rw1.worker.secret'}":
             return 401, {"Content-Length": "0"}, b""
@@ -191,7 +188,6 @@ async def test_sessions_and_blobs_pass_a_relay_with_tls_on_both_sides(tmp_path: 
     impostors = make_certificate(tmp_path / "impostor", "trainer.example", name="trainer")
     trusted = ssl.create_default_context(cafile=folder / "relay.pem")
     mine, member_of = {"Authorization": "Bearer rw1.a"}, {"Bearer rw1.a": "a"}.get
-
     async with greeting(tmp_path / "home", member_of, trainers) as gateway:
         with relay(folder, gateway.url.replace("wss", "https")) as between:
             async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:

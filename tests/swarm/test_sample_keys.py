@@ -14,9 +14,7 @@ names = st.from_regex(r"[a-z0-9-]{1,8}", fullmatch=True)
 
 
 @given(member=names, other=names, sample_key=st.text(), another=st.text(), secret=st.binary(min_size=1))
-def test_a_sealed_key_opens_for_its_member_alone(
-    member: str, other: str, sample_key: str, another: str, secret: bytes
-) -> None:
+def test_a_key_opens_to_its_member_alone(member: str, other: str, sample_key: str, another: str, secret: bytes) -> None:
     keys, elsewhere = SampleKeys(secret), SampleKeys(secret + b"!")
     sealed = keys.sealed(member, sample_key)
     assert SampleKeys(secret).opened(member, sealed) == sample_key

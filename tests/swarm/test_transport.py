@@ -215,9 +215,7 @@ async def test_who_says_nothing_is_disconnected(tmp_path: Path, monkeypatch: pyt
         assert sessions.names == []
 
 
-async def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_does_not_read_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollover.swarm.coordinator.gateway.MAX_UNSENT_BYTES", 2**20)
     async with at_a_gateway(tmp_path) as (place, sessions), place.dial(place.token()) as connection:
         await greeted(connection)

@@ -95,7 +95,6 @@ async def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_pat
     for name in "ab":
         credentials.add(name, key)
     Blocklist(tmp_path).add("liar", "it lies")
-
     hub, clock = coordinator(), VirtualClock()
     engine = engine_with(hub, valid_tokens=credentials.hashes, blocklist=Blocklist(tmp_path))
     for name in "ab":
@@ -152,7 +151,6 @@ async def test_the_valid_tokens_are_read_once_for_all_members() -> None:
 
 async def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path) -> None:
     file, told, connection = tmp_path / "sent_away.json", list[str](), Heard()
-
     hub = coordinator()
     engine = engine_with(hub, blocklist=Blocklist(tmp_path))
     engine.placement.on_distrust(told.append)

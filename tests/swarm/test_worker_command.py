@@ -96,9 +96,7 @@ async def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path:
 
 
 @pytest.mark.real_time
-async def test_a_token_with_another_publishers_key_ends_the_worker(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_token_with_another_key_ends_the_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
     async with asyncio.timeout(within(60)), swarm(root, model) as engine:
         token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
@@ -109,9 +107,7 @@ async def test_a_token_with_another_publishers_key_ends_the_worker(
 
 
 @pytest.mark.real_time
-async def test_a_run_with_another_model_ends_a_worker_that_joined_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_another_model_ends_a_worker_that_had_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "swarm"
     model = saved(tiny_model(), tmp_path / "model")
     async with (

@@ -101,9 +101,7 @@ async def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(bench
 
 
 @with_worker(engine=VLLMConfig(urls=("http://one",)))
-async def test_a_full_disk_leaves_servers_with_the_old_model_folder(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_leaves_servers_the_old_model_folder(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     write, full = FakeFetched.write_folder, ResourceError("no space left on the disk of '/cache'; make room")
 
     def refuse(fetched: FakeFetched, root: Path) -> Path:
@@ -199,7 +197,6 @@ async def test_restarted_servers_have_the_time_that_they_take_to_start(tmp_path:
                 raise EngineError("no engine has been up for 120 s")
 
     bench = Bench(tmp_path, engine=VLLMConfig(launch=True, launch_timeout_s=400.0))
-
     engine = Starting()
     host = EngineHost(
         bench.config,

@@ -347,9 +347,7 @@ async def test_a_worker_that_is_away_for_too_long_gives_up(bench: Bench) -> None
 
 
 @with_worker()
-async def test_the_reason_of_an_end_is_read_if_sending_saw_it_first(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_why_it_ended_is_read_if_sending_saw_it_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     receive, send = CoordinatorConnection.receive, CoordinatorConnection.send
     came: list[RunEnded] = []
     failed: list[FromWorker] = []
@@ -393,9 +391,7 @@ async def test_the_reason_of_an_end_is_read_if_sending_saw_it_first(
     ],
 )
 @with_worker()
-async def test_a_refusal_that_time_does_not_mend_ends_the_worker(
-    bench: Bench, status: int, text: str, message: str
-) -> None:
+async def test_a_refusal_for_good_ends_the_worker(bench: Bench, status: int, text: str, message: str) -> None:
     bench.coordinator.refuse(status, text)
     error = await bench.failure(Refused)
     assert message in str(error)

@@ -93,9 +93,7 @@ async def test_an_encrypted_address_of_a_plain_port_hints_at_the_right_one() -> 
 def test_a_file_of_authorities_without_a_certificate_is_named(tmp_path: Path) -> None:
     file = tmp_path / "authority.pem"
     file.write_text("-----BEGIN PRIVATE KEY-----\n")
-    with pytest.raises(
-        ConfigError, match=r"authority\.pem: holds no readable certificates: it contains no certificate in PEM format"
-    ):
+    with pytest.raises(ConfigError, match=r"authority\.pem: holds no readable certificates: it contains no cert"):
         tls_context(file)
 
 

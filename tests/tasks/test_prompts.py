@@ -100,9 +100,7 @@ def test_what_a_table_fills_a_call_up_with_is_no_argument_of_it() -> None:
         ("{{ raise_exception('roles') }}", TasksConfig(), "hi", "line 3: the chat template rejects"),
     ],
 )
-def test_a_prompt_that_cannot_be_written_out_is_told(
-    template: str | None, config: TasksConfig, content: object, message: str
-) -> None:
+def test_an_unwritable_prompt_is_told(template: str | None, config: TasksConfig, content: object, message: str) -> None:
     where = "f.jsonl, line 3"
     with pytest.raises(DataError, match=re.escape(message)):
         PromptEncoder(char_tokenizer(template), config).encode(read_question({}, content, where), where=where)

@@ -89,9 +89,7 @@ def test_a_generated_row_depends_on_its_seed_alone() -> None:
         ("def line(seed): pass", r"no function 'row'"),
     ],
 )
-def test_a_function_that_makes_no_row_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
-) -> None:
+def test_who_makes_no_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str) -> None:
     (tmp_path / "rows.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

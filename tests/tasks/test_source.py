@@ -196,11 +196,7 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
         ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
         ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is half a character"),
         (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),
-        (
-            [*sums(1), '{"question": "1", "answer": "2", "answer": "3"}'],
-            {},
-            "a.jsonl, line 2: not valid JSON (the key 'answer' is there twice); fix",
-        ),
+        ([*sums(1), '{"question": "1", "answer": "2", "answer": "3"}'], {}, "a.jsonl, line 2: not valid JSON (the key"),
         (['{"question": "1", "answer": "2", "more": [{"a": 1, "a": 1}]}'], {}, "line 1: not valid JSON (the key 'a'"),
         ([*sums(1), "", "  ", "[1]"], {}, "a.jsonl, line 4: expected a JSON object, got list"),
         (
@@ -210,23 +206,11 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
             "the columns are text, answer; set prompt_column of source 'file'",
         ),
         ([{"question": "1+1", "result": "2"}], {}, "columns are question, result; set answer_column of source 'file'"),
-        (
-            [{"question": "1", "prompt": "2", "answer": "3"}],
-            {},
-            "columns 'prompt' and 'question' are both candidates; set prompt_column of source 'file' to one",
-        ),
+        ([{"question": "1", "prompt": "2", "answer": "3"}], {}, "'prompt' and 'question' are both candidates; set"),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
-        (
-            [{"question": None, "answer": "3"}],
-            {},
-            "line 1: column 'question' is null; the columns are question, answer; fix the row or change prompt_column",
-        ),
+        ([{"question": None, "answer": "3"}], {}, "line 1: column 'question' is null; the columns are question,"),
         (['{"question": "1+1", "answer": NaN}'], {}, "line 1: column 'answer' is null"),
-        (
-            [{"question": "1", "reward_model": {"ground_truth": None}}],
-            {},
-            "line 1: column 'reward_model.ground_truth' is null; the columns are question, reward_model;",
-        ),
+        ([{"question": "1", "reward_model": {"ground_truth": None}}], {}, "'reward_model.ground_truth' is null; the"),
         ([{"question": "1", "answer": {"text": None}}], {"answer_column": "answer.text"}, "'answer.text' is null"),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
         (sums(1), {"prompt_column": ("question", "text")}, "column 'text' is missing; the columns are question"),
@@ -234,9 +218,7 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
         (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),
     ],
 )
-def test_a_broken_file_is_told_with_its_line_and_mend(
-    tmp_path: Path, rows: list[Any], fields: dict[str, Any], message: str
-) -> None:
+def test_a_broken_file_is_told_by_line(tmp_path: Path, rows: list[Any], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
         opened(jsonl(tmp_path / "a.jsonl", *rows, **fields))
     assert message in str(caught.value)
@@ -273,9 +255,7 @@ def test_a_row_without_a_response_to_learn_is_left_out_of_a_warm_up(tmp_path: Pa
         *((MATH, text, "is not mathematics") for text in (r"\$", r"\text{ }", r"\boxed{5", "answer: $$")),
     ],
 )
-def test_a_row_without_an_answer_that_can_be_right_is_left_out_and_told(
-    tmp_path: Path, reward: Any, answer: Any, message: str
-) -> None:
+def test_rows_without_a_usable_answer_are_left_out(tmp_path: Path, reward: Any, answer: Any, message: str) -> None:
     right = {"question": "2+2", "answer": "4" if reward == LAST else "#### 4"}
     wrong = {"question": "1+1", "answer": answer}
     for lines, place in (((wrong, right, wrong), 1), ((right, wrong, right), 2)):
@@ -324,9 +304,7 @@ def test_all_columns_of_a_prompt_reach_its_rewards(tmp_path: Path) -> None:
         sample = RewardSample(prompt="<chat>", columns=prompt.columns, completion="3", completion_ids=())
         assert source.solution(prompt) == "3"
         *first, asked = source.reward_specs
-        assert (
-            "Task:\nAdd.\n\n1, 2\n\nResponse:\n3" in JudgeReward(judge, asked)._body(sample)["messages"][0]["content"]
-        )
+        assert "Add.\n\n1, 2\n\nResponse:\n3" in JudgeReward(judge, asked)._body(sample)["messages"][0]["content"]
         assert [asyncio.run(score_once(s.config.build(s), [sample])).rewards() for s in first] == [[8.0]] * len(first)
 
 

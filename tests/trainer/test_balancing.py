@@ -42,9 +42,7 @@ def test_the_example_of_the_textbook() -> None:
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
-def test_ranks_make_equally_many_passes_and_train_each_sample_once(
-    samples: list[TrainingSample], num_ranks: int, budget: int
-) -> None:
+def test_ranks_share_passes_and_train_samples_once(samples: list[TrainingSample], num_ranks: int, budget: int) -> None:
     assigned = assign(samples, num_ranks, budget)
     assert sorted(i for own in assigned for row in own.rows for part in row for i in part) == list(range(len(samples)))
     assert len({len(own.rows) + own.num_padding for own in assigned}) == 1
@@ -54,9 +52,7 @@ def test_ranks_make_equally_many_passes_and_train_each_sample_once(
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
-def test_rows_keep_to_the_budget_and_the_costliest_come_first(
-    samples: list[TrainingSample], num_ranks: int, budget: int
-) -> None:
+def test_rows_keep_the_budget_the_costliest_first(samples: list[TrainingSample], num_ranks: int, budget: int) -> None:
     for own in assign(samples, num_ranks, budget):
         costs = [sum(family_cost(samples, part, 0.01) for part in row) for row in own.rows]
         assert costs == sorted(costs, reverse=True)
@@ -67,9 +63,7 @@ def test_rows_keep_to_the_budget_and_the_costliest_come_first(
 
 
 @given(samples=SAMPLES, most=st.floats(0.0, 400.0))
-def test_pieces_of_a_family_are_few_enough_and_none_costs_more_than_it_may(
-    samples: list[TrainingSample], most: float
-) -> None:
+def test_pieces_of_a_family_are_few_enough_and_none_costs_too_much(samples: list[TrainingSample], most: float) -> None:
     for family in families(samples, range(len(samples)), 10**6):
         found = pieces(samples, family, most, 0.01)
         assert sorted(i for piece in found for i in piece) == sorted(family)
@@ -92,9 +86,7 @@ def test_a_family_that_is_the_whole_batch_is_shared_by_all_ranks() -> None:
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
-def test_families_are_cut_only_if_the_busiest_rank_gains(
-    samples: list[TrainingSample], num_ranks: int, budget: int
-) -> None:
+def test_families_are_cut_if_the_busiest_rank_gains(samples: list[TrainingSample], num_ranks: int, budget: int) -> None:
     def busiest(assigned: Sequence[AssignedRows]) -> float:
         return max(own.cost(samples, 0.01) for own in assigned)
 

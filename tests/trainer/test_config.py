@@ -23,8 +23,6 @@ from rollover.trainer.config import CheckpointConfig, LoraConfig, ScratchConfig,
         (ScratchConfig, {"vocab_size": 200}, "vocab_size must be at least 258"),
     ],
 )
-def test_a_value_that_cannot_work_is_named_with_what_is_allowed(
-    config: Any, values: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_value_is_named_with_what_is_allowed(config: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**values)

@@ -60,9 +60,7 @@ def test_entropies_leave_out_masked_tokens_as_surprise_does(folder: Path, masks:
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 40}, {"mini_batches": 2, "learning_rate": 1.0}])
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
-def test_drift_is_the_mean_distance_over_the_fresh_tokens_of_each_engine(
-    folder: Path, settings: dict[str, float], algorithm: str
-) -> None:
+def test_drift_is_the_mean_distance_of_fresh_tokens(folder: Path, settings: dict[str, float], algorithm: str) -> None:
     batch, counts = mixed_batch()
     drift = make_trainer(folder, algorithm=algorithm, **settings).step(batch).drift
     assert drift.keys() == counts.keys()

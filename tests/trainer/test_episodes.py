@@ -156,9 +156,7 @@ def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
 
 
 @pytest.mark.parametrize("branch", [False, True])
-def test_the_length_that_is_punished_is_of_the_longest_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch: bool
-) -> None:
+def test_the_longest_path_is_the_length_punished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch: bool) -> None:
     found, lengths = episodes(1, branch=branch), []
     for t in found:
         ends = [len(t.before(path[-1])) + len(t.turns[path[-1]]) for path in t.paths]

@@ -122,8 +122,6 @@ def test_the_failure_that_explains_the_others_is_named(
         [{0: GONE, 1: FULL, 2: GONE}],  # NCCL ends the processes that have lost one
     ],
 )
-def test_an_error_that_is_foreseen_is_named_with_its_rank(
-    monkeypatch: pytest.MonkeyPatch, script: Sequence[Mapping[int, Any]]
-) -> None:
+def test_a_foreseen_error_names_its_rank(monkeypatch: pytest.MonkeyPatch, script: Sequence[Mapping[int, Any]]) -> None:
     found = raised(monkeypatch, *script)
     assert type(found) is ResourceError and str(found) == f"rank 1 of 3: {FULL.message}"

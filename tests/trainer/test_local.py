@@ -215,9 +215,7 @@ def test_the_learning_rate_follows_the_schedule_of_the_run(folder: Path) -> None
     assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
-def test_a_deterministic_step_repeats_and_leaves_the_global_switch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deterministic_step_repeats_and_leaves_the_switch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, switches = trainer_module.policy_loss, set[bool]()
 
     def watched(*arguments: Any) -> Any:
@@ -246,9 +244,7 @@ def test_running_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pyt
     assert trainer.version == 0
 
 
-def test_a_model_that_does_not_fit_is_not_advised_to_train_smaller_passes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit_gets_no_advice_on_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -72,9 +72,7 @@ def test_a_head_in_chunks_gives_the_same_values_and_gradients(tmp_path: Path, mo
     torch.testing.assert_close(parts_gradients, whole_gradients, atol=1e-10, rtol=1e-10)
 
 
-def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropies_are_of_the_whole_vocabulary_at_some_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, policy = make_model(), open_model(make_folder(tmp_path))
     samples = make_samples(12)
     monkeypatch.setattr(logprobs_module, "_ENOUGH", 20)

@@ -23,9 +23,7 @@ ADAPTER = LoraConfig(rank=3, alpha=6.0, publish="adapter")
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": ADAPTER}], ids=["full", "adapter"])
-def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
-    tmp_path: Path, forked: None, settings: dict[str, Any]
-) -> None:
+def test_a_lone_rank_equals_a_trainer_also_after_a_kill(tmp_path: Path, forked: None, settings: dict[str, Any]) -> None:
     folder = make_folder(tmp_path / "policy")
     here = make_trainer(folder, deterministic=True, **settings)
     told: list[str] = []
@@ -43,10 +41,8 @@ def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
                 os.kill(trainer.pids[0], signal.SIGKILL)
         assert (trainer.next_logits(PROMPTS) == here.next_logits(PROMPTS)).all()
         assert_alike(trainer, here)
-    assert told == [
-        "trainer: rank 0 of 1 was killed (SIGKILL, possibly out of memory) in step 2; restarting its rank from ours,"
-        " 0 steps to repeat (restart 1 of 3)"
-    ]
+    (line,) = told
+    assert line.startswith("trainer: rank 0 of 1 was killed") and line.endswith("0 steps to repeat (restart 1 of 3)")
     assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
     manifest = read_manifest(tmp_path / "ours")
     changed.write_text(content)

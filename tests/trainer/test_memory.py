@@ -7,7 +7,7 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -84,9 +84,7 @@ def test_adapters_are_float32_beside_a_base_in_its_own_format() -> None:
 
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_base_is_gathered_in_the_format_in_which_it_is_held(
-    dtype: Literal["float32", "bfloat16"], base: torch.dtype
-) -> None:
+def test_a_frozen_base_is_gathered_in_the_format_in_which_it_is_held(dtype: Any, base: torch.dtype) -> None:
     config = replace(CONFIG, dtype=dtype, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
     one, two = (estimate(replace(config, num_devices=n), base_dtype=base) for n in (1, 2))
     assert two.activations == one.activations
@@ -98,9 +96,7 @@ def test_a_frozen_base_is_gathered_in_the_format_in_which_it_is_held(
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_weights_are_gathered_in_the_passes_format_and_summed_in_float32(
-    dtype: Literal["float32", "bfloat16"], width: int
-) -> None:
+def test_weights_are_gathered_in_the_passes_format_and_summed_in_float32(dtype: Any, width: int) -> None:
     found = estimate(replace(CONFIG, dtype=dtype, num_devices=2))
     layer, rest = count(layers=2) - count(layers=1), count(layers=0)
     assert found.gathered == 2 * width * (rest + layer) + 4 * layer

@@ -97,9 +97,7 @@ def test_ranks_send_what_they_would_have_written_and_none_has_all_of_it(
 
 
 @pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
-def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
-    tmp_path: Path, forked: None, number: signal.Signals, num_ranks: int
-) -> None:
+def test_a_receiver_lost_midway_is_named(tmp_path: Path, forked: None, number: signal.Signals, num_ranks: int) -> None:
     folder = make_folder(tmp_path / "model")
     told: list[str] = []
     limit_s = within(1.0) if number == signal.SIGSTOP else within(20.0)

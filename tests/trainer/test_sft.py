@@ -69,9 +69,7 @@ def test_the_same_config_gives_the_same_model(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
-def test_nothing_of_the_model_is_left_after_a_warm_up(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_leaves_nothing_of_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that start on the same device afterwards find its memory free."""
     left: list[weakref.ref[torch.Tensor]] = []
     save = SFTTrainer.save
@@ -189,10 +187,8 @@ def test_a_warm_up_that_loses_a_rank_leads_to_the_same_model(folder: Path, tmp_p
         )
         if name == "killed":
             assert steps == [0, 1, 0, 1, 2]
-    assert told == [
-        "warm-up: rank 1 of 2 was killed (SIGKILL, possibly out of memory) in step 2 of the warm-up; it begins again"
-        " (restart 1 of 1)"
-    ]
+    (line,) = told
+    assert line.startswith("warm-up: rank 1 of 2 was killed") and line.endswith("it begins again (restart 1 of 1)")
     ours, theirs = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("killed", "undisturbed"))
     assert [path.read_bytes() for path in ours] == [path.read_bytes() for path in theirs] and len(ours) == 2
 

@@ -57,9 +57,7 @@ def go_on(world: World | None, *, folder: Path, saved: Path) -> Trained:
 
 
 @pytest.mark.parametrize("written", [1, 2, 3])
-def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
-    pools: dict[int, RankPool], folder: Path, tmp_path: Path, written: int
-) -> None:
+def test_any_ranks_go_on_from_others(pools: dict[int, RankPool], folder: Path, tmp_path: Path, written: int) -> None:
     saved = written_by(pools, written, folder, tmp_path / "step_2")
     verify_files(saved, read_manifest(saved))
     straight = train(None, folder=folder, given=BATCHES, **SETTINGS).after(2)
@@ -78,9 +76,7 @@ def test_ranks_go_on_bit_for_bit(pools: dict[int, RankPool], folder: Path, tmp_p
     assert [*map(apart_from_time, straight.metrics[2:])] == [*map(apart_from_time, resumed.metrics)]
 
 
-def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
-    pools: dict[int, RankPool], folder: Path, tmp_path: Path
-) -> None:
+def test_ranks_save_a_model_folder_in_parts(pools: dict[int, RankPool], folder: Path, tmp_path: Path) -> None:
     saved = written_by(pools, 3, folder, tmp_path / "step_2")
     expected = make_trainer(folder, resume_from=saved, **SETTINGS).weights()
     assert_same(dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters()), expected)
@@ -95,9 +91,7 @@ def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
     assert index["weight_map"] == {name: info.file.name for name, info in sorted(infos.items())}
 
 
-def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
-    pools: dict[int, RankPool], folder: Path, tmp_path: Path
-) -> None:
+def test_an_optimizer_that_saw_no_gradient_is_kept(pools: dict[int, RankPool], folder: Path, tmp_path: Path) -> None:
     saved = written(pools[2], tmp_path / "step_0", folder=folder, given=[], adam_epsilon=EPSILON)
     alone = train(None, folder=folder, given=BATCHES[:2])
     assert_alike(pools[2].call(train, folder=folder, given=BATCHES[:2], resume_from=saved)[0], alone)
@@ -124,9 +118,7 @@ def test_a_rank_makes_progress_only_while_what_it_writes_grows(tmp_path: Path, m
     assert found == [1, 2, 2, 3, 3]
 
 
-def test_another_number_of_ranks_is_refused_where_bits_matter(
-    pools: dict[int, RankPool], folder: Path, tmp_path: Path
-) -> None:
+def test_other_ranks_are_refused_where_bits_matter(pools: dict[int, RankPool], folder: Path, tmp_path: Path) -> None:
     saved = written_by(pools, 2, folder, tmp_path / "step_2", deterministic=True)
     with pytest.raises(ModelError, match=r"written with trainer\.num_devices = 2, now it is 1: restore the setting"):
         make_trainer(folder, resume_from=saved, deterministic=True, **SETTINGS)

@@ -216,9 +216,7 @@ def train_assigned(world: World, *, way: Assign, **arguments: Any) -> Trained:
 
 
 @pytest.mark.parametrize("way", [to_the_last, to_the_opposite])
-def test_neither_dealing_nor_the_order_of_ranks_changes_anything(
-    two: RankPool, three: RankPool, folders: dict[bool, Path], way: Assign
-) -> None:
+def test_the_deal_changes_nothing(two: RankPool, three: RankPool, folders: dict[bool, Path], way: Assign) -> None:
     given = batches()
     settings = {"folder": folders[False], "given": given, "algorithm": "dapo", "mini_batches": 2}
     settings["micro_batch_tokens"] = BUDGET
@@ -291,9 +289,7 @@ def assert_sharded(trainer: LocalTrainer, world: World) -> None:
         assert parameter.grad is None or isinstance(parameter.grad, DTensor), name
 
 
-def test_weights_stay_sharded_and_the_optimizer_trains_the_used_ones(
-    two: RankPool, folders: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_weights_stay_sharded_and_those_used_train(two: RankPool, folders: dict[bool, Path], tmp_path: Path) -> None:
     given = batches()
     settings = {"algorithm": "reinforce++", "mini_batches": 2, "micro_batch_tokens": BUDGET}
     alone = train(None, folder=folders[True], given=given, **settings)
@@ -311,7 +307,7 @@ def loaded(world: World, *, folder: Path) -> tuple[dict[str, torch.Tensor], dict
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
-def test_each_rank_reads_its_rows_and_makes_the_rotary_module_anew(
+def test_ranks_read_their_rows_and_make_rotary_modules(
     three: RankPool, tmp_path: Path, family: str, tied: bool
 ) -> None:
     folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied, vocab_size=41)  # 41 rows on three ranks

@@ -124,9 +124,7 @@ def test_a_checkpoint_of_ranks_is_peft_s_and_any_number_goes_on_from_it(
         assert (kind, "adapter_model.safetensors cannot be read" in message) == ("DamagedCheckpoint", True)
 
 
-def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
-    folders: dict[bool, Path], tmp_path: Path, forked: None
-) -> None:
+def test_a_fleet_publishes_sums_and_saves_adapters(folders: dict[bool, Path], tmp_path: Path, forked: None) -> None:
     folder = folders[True]
     expected = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     with fleet(folder, tmp_path, lora=LORA, learning_rate=1e-2, deterministic=False) as trainer:

@@ -48,9 +48,7 @@ def test_a_publication_that_is_repeated_leaves_the_version_before_it(tmp_path: P
     assert not own.path.exists()
 
 
-def test_a_folder_whose_process_has_another_number_elsewhere_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_container_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers that share memory, and do not see each other's processes."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 2**22 + 1)  # nobody here has it
@@ -91,9 +89,7 @@ def test_a_folder_that_another_trainer_clears_is_made_again(tmp_path: Path, monk
     own.close()
 
 
-def test_where_the_file_system_has_no_locks_nothing_is_cleared_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_nothing_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

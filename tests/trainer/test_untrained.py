@@ -138,9 +138,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_ledger_wastes_the_tokens_whose_own_gradient_is_exactly_zero(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_wastes_tokens_whose_gradient_is_0(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = of_all_kinds()
     untrained, flat, metrics = train(folder, algorithm_of(name), batch, monkeypatch)
     ledger = folded(batch, untrained)
@@ -205,9 +203,7 @@ def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rew
         ([{"c": 1.0, "a": 0.5}, {"c": 0.0, "a": 0.5}], False),
     ],
 )
-def test_with_components_filter_and_advantage_see_the_same_numbers(
-    parts: list[dict[str, float]], has_signal: bool
-) -> None:
+def test_filter_and_advantage_see_the_same_components(parts: list[dict[str, float]], has_signal: bool) -> None:
     """In a batch whose other group has other components, from another source."""
     weights = {"a": 1.0, "b": 0.3, "c": 0.0}
     row: dict[str, Any] = {"name": "dapo", "advantage": "component_std"}

@@ -70,9 +70,7 @@ def test_the_two_newest_stay_and_what_another_run_left_goes(like: Path, tmp_path
     assert {p.name for p in root.iterdir()} == {"v2", "v3", "mine"}
 
 
-def test_a_full_disk_leaves_the_earlier_version_and_says_so(
-    like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_earlier_version(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "weights"
     store = WeightFolders(root, like=like)
     store.write(weights(1, 1.0))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,9 +42,7 @@ def with_gpus_but_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("meets", ["torch", "nccl"])
-def test_a_sender_without_a_gpu_or_without_nccl_says_what_to_set(
-    meets: Literal["torch", "nccl"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sender_without_a_gpu_or_without_nccl_says_what_to_set(meets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(PLAN, meets=meets)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU .*: set it to 'folder'"):
@@ -226,9 +224,7 @@ def test_a_receiver_killed_while_joining_costs_a_third_of_the_deadline(half_join
     assert time.monotonic() - begun_s >= 0.1
 
 
-def test_a_group_that_met_in_time_may_get_its_first_bucket_late(
-    half_joined: HalfJoined, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_met_may_get_its_bucket_late(half_joined: HalfJoined, monkeypatch: pytest.MonkeyPatch) -> None:
     half_joined.is_over.set()
     queue = BucketQueue(half_joined, replace(PLAN, timeout_s=300.0))
     queue._work.result(DEADLINE_S)

@@ -58,9 +58,7 @@ LATE = (EngineTimeout, "^one did not load weights version 3 within 600 s")
     [({"refuses": True}, EngineError, "does not fit"), ({"load_s": 1000.0}, *LATE), ({"pause_s": 1000.0}, *LATE)],
     ids=["refuses", "hangs", "hangs while it is paused"],
 )
-def test_a_target_that_loads_nothing_is_resumed_and_the_reason_told(
-    way: dict[str, Any], error: type[EngineError], message: str
-) -> None:
+def test_a_failed_target_is_resumed_and_named(way: dict[str, Any], error: type[EngineError], message: str) -> None:
     target = Target(**way)
     with pytest.raises(error, match=message):
         run(Publisher(target).publish(FakeWeights(3)))

@@ -175,9 +175,7 @@ async def test_a_call_that_ends_in_the_iteration_that_fails_fails_with_the_other
         await engine.close()
 
 
-async def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_thread_is_a_timeout_that_names_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     engine = engine_of(folder, command_timeout_s=0.05)
 

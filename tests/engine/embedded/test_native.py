@@ -135,9 +135,7 @@ def test_without_a_compiler_torch_computes_or_it_is_refused(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("script", "message"), [("echo 'no such option' >&2; exit 1", "no such option"), ("sleep 9", "within 0.05 s")]
 )
-def test_a_compiler_that_fails_is_quoted(
-    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_error_is_quoted(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "failing-cc"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)

@@ -79,9 +79,7 @@ def test_a_copy_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("load_after", "step", "restore"), [(9, 10, 9), (4, 5, 4)], ids=["before its first checkpoint", "from an older one"]
 )
-def test_a_copy_goes_on_although_load_is_still_the_original(
-    tmp_path: Path, load_after: int, step: int, restore: int
-) -> None:
+def test_a_copy_goes_on_though_load_is_the_original(tmp_path: Path, load_after: int, step: int, restore: int) -> None:
     one, two = written(tmp_path / "one"), str(tmp_path / "two")
     beginning(one, two, load_after)
     (tmp_path / "two/rollover/journal.sqlite").write_bytes(b"more events")

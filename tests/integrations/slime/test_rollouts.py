@@ -133,9 +133,7 @@ def test_caches_and_drafts_of_the_servers_reach_the_hosts_metrics(
         assert sum(info.spec_verify_ct for info in drafts) == 2 * len(said)
 
 
-def test_the_run_is_one_to_report_on_and_to_simulate(
-    tmp_path: Path, servers: Farm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_run_is_reported_and_simulated(tmp_path: Path, servers: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path)
     loop = run_of(tmp_path, servers, hf_checkpoint=str(model.relative_to(tmp_path)))
@@ -232,9 +230,7 @@ def test_a_rollout_begun_before_a_training_step_is_one_version_behind(tmp_path: 
 
 
 @pytest.mark.parametrize("killed_behind", [0, 1, 3])
-def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(
-    tmp_path: Path, killed_behind: int, servers: Farm
-) -> None:
+def test_a_killed_run_goes_on_with_the_same_batches(tmp_path: Path, killed_behind: int, servers: Farm) -> None:
     args = arguments(tmp_path, servers.port)
     loop = Loop(servers, args)
     first = [loop.step(0), loop.step(1, saves=True), *loop.steps(range(2, 2 + killed_behind))]
@@ -358,9 +354,7 @@ def test_a_run_that_cannot_resume_keeps_no_trained_batch(
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_takes_stale_tokens_for_current_ones_is_warned_of(
-    tmp_path: Path, servers: Farm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_blind_to_lag_is_warned_of(tmp_path: Path, servers: Farm, caplog: pytest.LogCaptureFixture) -> None:
     run_of(tmp_path, servers, use_tis=False).step(0)
     assert "--use-tis corrects for it" in caplog.text
 

@@ -35,22 +35,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ({"generation_kwargs": {"length_penalty": 2.0}}, r"generation_kwargs sets length_penalty"),
         ({"use_vllm": True}, "use_vllm is True, but Rollover opens the engine"),
         ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching is True"),
-        (
-            {"vllm_importance_sampling_correction": False},
-            r"vllm_importance_sampling_correction is False, so .* or use rollover='sync'",
-        ),
-        (
-            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
-            r"mode is 'sequence_mask', but the loss 'vespo' .* set it to 'token_truncate' or 'token_mask'",
-        ),
+        ({"vllm_importance_sampling_correction": False}, r"vllm_importance_sampling_correction is False, so .*'sync'"),
+        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, r"mode is .* the loss 'vespo'"),
         (
             {"per_device_train_batch_size": 4, "steps_per_generation": 6, "gradient_accumulation_steps": 4},
             r"steps_per_generation \(6\) must be a multiple of gradient_accumulation_steps \(4\)",
         ),
-        (
-            {"steps_per_generation": 2, "max_steps": 3},
-            r"a batch is trained in 2 optimizer steps .* make max_steps \(3\) a multiple of 2",
-        ),
+        ({"steps_per_generation": 2, "max_steps": 3}, r"trained in 2 optimizer steps .* make max_steps \(3\) a"),
         (
             {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3},
             r"make save_steps \(3\) a multiple of 2",
@@ -59,9 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha adds noise where TRL computes log-probs"),
     ],
 )
-def test_settings_of_trl_that_are_in_the_way(
-    tiny_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_settings_of_trl_in_the_way(tiny_model: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(tiny_model, tmp_path, **changes)
 
@@ -96,16 +85,11 @@ def test_steps_that_trl_counts_later_are_refused_before_any_decoding(
         ({"rollout": {"temperature": 0.7}}, r"rollout\.temperature is 0\.7, but GRPOConfig\.temperature sets it to 1"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p is 0\.9, but TRL sets it to 1\.0"),
         ({"rollout": {"group_size": 3}}, r"rollout\.group_size is 3, but GRPOConfig\.num_generations sets it to 4"),
-        (
-            {"rollout": {"stop_strings": ["."]}},
-            r"rollout\.stop_strings is .*mask_truncated_completions, .* sets it to \[\]",
-        ),
+        ({"rollout": {"stop_strings": ["."]}}, r"rollout\.stop_strings is .*mask_truncated_completions, .* to \[\]"),
         ({"rollout": {"unit": "sample"}}, r"rollout\.unit is 'sample', but TRL sets it to 'group'"),
     ],
 )
-def test_settings_of_rollover_that_are_not_trls(
-    tiny_model: Path, tmp_path: Path, asked: dict[str, Any], message: str
-) -> None:
+def test_settings_of_rollover_not_of_trl(tiny_model: Path, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(tiny_model, tmp_path, asked=asked, mask_truncated_completions=True)
 
@@ -119,9 +103,7 @@ def test_settings_of_rollover_that_are_not_trls(
         ({"train_dataset": datasets.Dataset.from_dict({"prompt": ["a"], "image": [1]})}, "train_dataset has images"),
     ],
 )
-def test_arguments_of_the_trainer_that_are_in_the_way(
-    tiny_model: Path, tmp_path: Path, argument: dict[str, Any], message: str
-) -> None:
+def test_trainer_arguments_in_the_way(tiny_model: Path, tmp_path: Path, argument: dict[str, Any], message: str) -> None:
     given = {"model": str(tiny_model), "reward_funcs": len, "args": arguments(tmp_path), "train_dataset": letters()}
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(**given | argument)
@@ -203,9 +185,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_its_row() -> None:
         source(0)
 
 
-def test_all_rows_are_measured_before_a_run_begins(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_rows_are_measured_before_a_run(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source(11, most=3).measure()
     with pytest.raises(DataError, match="the prompt of row 10 has 3 tokens, where 1 to 2 leave room"):
         source(11, most=2).measure()

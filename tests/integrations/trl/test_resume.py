@@ -219,9 +219,7 @@ def test_the_best_checkpoint_keeps_no_batches(tmp_path: Path, limit: int | None)
 
 
 @pytest.mark.parametrize("is_same_process", [False, True])
-def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_continues_there(
-    tiny_model: Path, tmp_path: Path, is_same_process: bool
-) -> None:
+def test_a_run_resumed_within_an_epoch_continues_there(tiny_model: Path, tmp_path: Path, is_same_process: bool) -> None:
     straight = history(tiny_model, tmp_path / "straight")
     straight.trainer.train()
     assert straight.epochs == [(step, step / 4) for step in range(1, 9)]

@@ -282,9 +282,7 @@ def test_sync_is_trls_own_trainer_on_the_same_samples(tiny_model: Path, tmp_path
 # -- samples that fail --------------------------------------------------------------------------------------------
 
 
-def test_a_failed_sibling_counts_neither_in_loss_nor_in_baseline(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_sibling_counts_nowhere(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opens = rollouts.open_engine
 
     async def flawed(*args: Any, **kwargs: Any) -> Any:

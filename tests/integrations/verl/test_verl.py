@@ -146,9 +146,7 @@ def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert names == ["from_step_0", "from_step_0.2", "from_step_0.3"]
 
 
-def test_the_directory_tells_that_replicas_decode_and_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_tells_that_replicas_decode_and_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path.parent)
     end, sizes = SimpleNamespace(eos_token_id=0), {"max_running": 2048, "max_context_tokens": 4096}
     parts = VerlParts(client=None, replicas=[], reward_workers=None, tokenizer=end, model=tmp_path.name, **sizes)  # type: ignore[arg-type]

@@ -89,9 +89,7 @@ def driver_of(engine: Any, **limits: Any) -> RolloutDriver:
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-async def test_servers_that_stop_every_call_end_the_run_after_bounded_calls(
-    kind: ModuleType, folder: Path, num_servers: int
-) -> None:
+async def test_who_stops_every_call_ends_the_run_in_time(kind: ModuleType, folder: Path, num_servers: int) -> None:
     async with Fleet(kind, folder, num_servers=num_servers) as fleet:
         for server in fleet.servers:
             server.mangle = lambda _: EVENT[kind]("abort", 0)

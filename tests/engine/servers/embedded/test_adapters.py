@@ -24,7 +24,6 @@ def on_disk(folder: Path, source: AdapterSource) -> AdapterSource:
 async def test_adapters_are_merged_into_the_model_of_the_run(folder: Path, new: Path, tmp_path: Path) -> None:
     merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, folder).tensors()), adapters()))
     whole = WeightFolders(tmp_path / "merged", like=folder).write(merged)
-
     with serving(new) as url:
         async with opened(url, folder) as engine:
             before = await collect(engine, request("before"))

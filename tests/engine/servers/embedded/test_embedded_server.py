@@ -100,9 +100,7 @@ def test_a_page_of_the_web_can_have_nothing_done(http: httpx.Client) -> None:
         ("/group/finish", {"label": "x", "keeps_kv": False}, "no reception of weights was begun"),
     ],
 )
-def test_a_body_that_cannot_be_used_is_refused_with_its_field(
-    http: httpx.Client, path: str, body: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_field_of_a_body_is_named(http: httpx.Client, path: str, body: dict[str, Any], message: str) -> None:
     before = http.get("/info").json()
     answer = http.post(path, json=body)
     assert 400 <= answer.status_code < 500
@@ -164,7 +162,6 @@ def test_the_end_of_the_server_ends_its_calls_as_aborted(folder: Path) -> None:
 async def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
     first, second = (model(tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in range(2))
     assert "lm_head.weight" not in load_file(second / "model.safetensors")
-
     with serving(first) as url:
         for transfer in ("folder", "gloo"):
             async with opened(url, first, weight_transfer=transfer) as engine:
@@ -174,9 +171,7 @@ async def test_tied_matrices_are_loaded_and_sent_too(tmp_path: Path) -> None:
                 assert found == greedy(reference, (5, 6, 7), 12)
 
 
-def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
-    folder: Path, new: Path, http: httpx.Client
-) -> None:
+def test_weights_that_came_in_part_are_nobodys_until_all_are_there(folder: Path, new: Path, http: httpx.Client) -> None:
     assert http.post("/load_weights", json=loading(folder, "ours")).status_code == 200
     http.post("/pause", json={})
     assert http.post("/group/begin", json={}).status_code == 200
@@ -210,9 +205,7 @@ async def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
         assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
 
 
-async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_left_while_joined_is_not_received_through(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer was killed while it joined; the sender has begun another group meanwhile."""
     all_have_joined = threading.Event()
     made: list[SlowGroup] = []

@@ -241,9 +241,7 @@ def test_a_server_that_repeats_our_headers_leaks_no_part_of_a_key(monkeypatch: p
                 assert SECRET[:length] not in message, message
 
 
-def test_what_a_server_says_in_its_own_fields_is_shown_without_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_server_says_in_its_fields_shows_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", SECRET)
     folder = model_folder(tmp_path / "v0")
 

@@ -35,9 +35,7 @@ BODY |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
     st.lists(st.integers(0, 200)),
     st.sampled_from(["\n", "\r\n"]),
 )
-def test_events_are_the_same_wherever_the_network_cuts_the_bytes(
-    payloads: list[str], cuts: list[int], newline: str
-) -> None:
+def test_events_are_the_same_wherever_the_network_cuts_them(payloads: list[str], cuts: list[int], newline: str) -> None:
     received = "".join(f": comment{newline}id: 7{newline}data: {p}{newline}{newline}" for p in payloads).encode()
     decoder = EventDecoder()
     edges = [0, *sorted(min(c, len(received)) for c in cuts), len(received)]
@@ -113,9 +111,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_the_deadline() -> None:
         call(server, control_timeout_s=7.0)
 
 
-def test_an_api_key_goes_into_the_header_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_api_key_is_in_the_header_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("ENGINE_KEY", SECRET)
     server = ScriptedVLLM()
@@ -170,9 +166,7 @@ def streamed(
         pytest.param(503, ["0", "1e-9", "nan", "-5", "x" * 9] * 2, 1.0, 1e3, id="whatever it says"),
     ],
 )
-def test_a_busy_server_is_asked_again_after_a_pause(
-    status: int, waits: list[str], least_s: float, most_s: float
-) -> None:
+def test_a_busy_server_is_asked_after_a_pause(status: int, waits: list[str], least_s: float, most_s: float) -> None:
     server = ScriptedVLLM()
     server.answer_once("/v1/completions", *(Answer(status, headers={"retry-after": wait}) for wait in waits))
     assert least_s <= streamed(server, first_s=1e3, between_s=1e3)[1] < most_s

@@ -98,9 +98,7 @@ async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(sen
         assert not any(server.paused for server in sent.servers)
 
 
-async def test_a_lost_server_is_named_and_the_others_get_the_weights(
-    sent: Sent, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_lost_server_is_named_and_others_get_the_weights(sent: Sent, caplog: pytest.LogCaptureFixture) -> None:
     lost = sent.servers[1]
 
     async def die(query: dict[str, str], body: Any) -> Answer:

@@ -165,9 +165,7 @@ async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing()
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ConfigError("a node does not see the model")])
-async def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_start_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pool_of_two() as (_, two, pool):
         real, tried = two.revive, []
 
@@ -233,9 +231,7 @@ async def test_a_member_that_stops_each_call_unasked_is_taken_out(caplog: pytest
             return len(two.requests) - before
 
         assert await went_to_two("stopping") < 40
-        assert next(r.getMessage() for r in caplog.records) == (
-            "two is taken out: it has ended 5 calls in a row without being asked to"
-        )
+        assert caplog.records[0].getMessage().startswith("two is taken out: it has ended 5 calls in a row without")
         two.stopping = False
         assert await went_to_two("well") > 60
 

@@ -28,9 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("call", "limit_s"), [("pause", 20.0), ("load", 50.0), ("resume", 20.0)])
-async def test_a_hung_member_is_taken_out_at_its_deadline(
-    call: str, limit_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_hung_member_is_out_at_a_deadline(call: str, limit_s: float, caplog: pytest.LogCaptureFixture) -> None:
     async with pool_of_two(control_timeout_s=5.0, abort_timeout_s=5.0, load_timeout_s=30.0) as (one, two, pool):
         calls = [asyncio.create_task(collect(pool, request(f"r{i}", prompt_ids=(i + 1,)))) for i in range(8)]
         await asyncio.sleep(0.02)
@@ -126,9 +124,7 @@ def hang_in_load(fleet: Fleet) -> asyncio.Event:
     return go_on
 
 
-async def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
-    fleet: Fleet, new: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_hung_load_costs_its_deadline_alone(fleet: Fleet, new: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with fleet:
         well, hung = fleet.servers
         go_on = hang_in_load(fleet)
@@ -171,9 +167,7 @@ async def test_a_pool_closed_during_an_update_resumes_what_it_paused(fleet: Flee
     fleet.servers[1].thaw()
 
 
-async def test_a_lost_server_is_one_line_however_many_calls_it_had(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_lost_server_is_one_line_for_all_of_its_calls(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     async with fleet:
         caplog.clear()
         calls = [
@@ -190,9 +184,7 @@ async def test_a_lost_server_is_one_line_however_many_calls_it_had(
         assert 1 <= len(caplog.records) <= 2, [record.getMessage() for record in caplog.records]
 
 
-async def test_a_server_that_decodes_nothing_is_left_out_until_it_decodes(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_decodes_nothing_is_left_out_until_it_decodes(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     async def ends(call: int) -> list[Any]:
         calls = (collect(fleet.pool, request(f"r{i}", call=call, prompt_ids=(i + 1,))) for i in range(4))
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -171,7 +171,6 @@ async def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them
 
 async def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
     """A call that is not ours, of a run that has gone, say; the server's load tells of it."""
-
     async with serving(folder) as (engine, server):
         await collect(engine, request("z", max_new_tokens=1))
         body = bodies(server, "/generate")[-1]

@@ -81,7 +81,6 @@ async def test_a_server_that_ignores_sigterm_is_killed_and_its_children_with_it(
     {READY.strip()}
     time.sleep(1000)
     """
-
     process = server(tmp_path, code, stop_timeout_s=0.3)
     await process.start()
     await process.stop()

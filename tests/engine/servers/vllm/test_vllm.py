@@ -65,9 +65,7 @@ async def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(fo
         ("cuda", "never", False),
     ],
 )
-async def test_calls_carry_no_seed_where_that_would_kill_the_server(
-    folder: Path, device: str | None, seed_calls: str, seeded: bool
-) -> None:
+async def test_no_seed_is_sent_where_it_kills(folder: Path, device: str | None, seed_calls: str, seeded: bool) -> None:
     server = ScriptedVLLM()
     server.device = device
     async with opened(server, folder, seed_calls=seed_calls) as engine:
@@ -221,22 +219,14 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
         (spoiled(token_ids=None), r"field 'choices\.0\.token_ids': Input should be a valid array, got None$"),
         (spoiled(logprobs=None), r"1 tokens came with 0 log-probs"),
         (spoiled(logprobs={"token_logprobs": [0.5]}), r"has the log-prob 0\.5"),
-        (
-            spoiled(logprobs={"token_logprobs": [None]}),
-            r"field 'choices\.0\.logprobs\.token_logprobs\.0': .* valid number, got None$",
-        ),
-        (
-            spoiled(finish_reason="content_filter"),
-            r"field 'choices\.0\.finish_reason': .*'stop', 'length' or 'abort', got 'content_filter'$",
-        ),
+        (spoiled(logprobs={"token_logprobs": [None]}), r"field 'choices\.0\.logprobs\.token_logprobs\.0': .*got None$"),
+        (spoiled(finish_reason="content_filter"), r"field 'choices\.0\.finish_reason': .*, got 'content_filter'$"),
         (spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "13 tokens came, but at most 12 were"),
         (spoiled(finish_reason="length"), r"for its length after 1 tokens, but 12"),
         (spoiled(finish_reason="stop"), r"stopped at token \d+, but its stop tokens are"),
     ],
 )
-async def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
-    folder: Path, mangle: Callable[[bytes], bytes], message: str
-) -> None:
+async def test_an_impossible_answer_is_an_error(folder: Path, mangle: Callable[[bytes], bytes], message: str) -> None:
     async with serving(folder) as (engine, server):
         server.mangle = mangle
         with pytest.raises(EngineError, match=message):
@@ -418,7 +408,6 @@ async def test_a_server_that_answers_but_fails_to_decode_is_not_well(folder: Pat
 def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab=100)
     smaller = model_folder(tmp_path / "smaller", vocab=32)
-
     other = model_folder(tmp_path / "shape", hidden=8)
     refused(folder, r"http://one serves another model than .*has shape \[64, 8\], expected", root=str(other))
     refused(folder, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1", dev_mode=False)

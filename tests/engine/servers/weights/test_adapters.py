@@ -47,9 +47,7 @@ def posts(server: ScriptedServer) -> list[str]:
     return [path for method, path, _, _ in server.log if method == "POST"]
 
 
-async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_versions_are_adapters_beside_a_base_sent_once(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async with adapted(kind, folder) as (engine, server):
         assert not engine.capabilities.in_flight_update
         names = []
@@ -68,9 +66,7 @@ async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
         assert server.load_path not in posts(server)
 
 
-async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_restarted_server_gets_its_base_first(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async with adapted(kind, folder) as (engine, server):
         await update(engine, source := given(tmp_path / "v3", 3))
         server.restart()
@@ -85,9 +81,7 @@ async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
         assert server.version == label(3)
 
 
-async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_killed_runs_adapters_go_and_foreign_ones_stay(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     server = lora_server(kind)
     server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
     async with kind.opened(server, folder, adapters=SHAPE) as engine:
@@ -95,9 +89,7 @@ async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
         assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
 
 
-async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_new_adapter_ends_calls_so_none_has_two(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async with adapted(kind, folder) as (engine, _):
         await update(engine, given(tmp_path / "v1", 1))
         stream = engine.generate(request("long", max_new_tokens=200))
@@ -108,9 +100,7 @@ async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
         assert rest[-1].finish_reason is not None and rest[-1].finish_reason.value == "abort"
 
 
-async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_refused_adapter_leaves_the_one_before_in_force(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async with adapted(kind, folder) as (engine, server):
         await update(engine, given(tmp_path / "v1", 1))
         with pytest.raises(EngineError, match=r"an adapter of .*lm_head\.weight"):
@@ -159,9 +149,7 @@ async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(fold
             await update(engine, given(tmp_path / "v1", 1))
 
 
-async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+async def test_a_server_for_full_weights_takes_no_adapters(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async with kind.opened(lora_server(kind), folder) as engine:
         with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
             await update(engine, given(tmp_path / "v1", 1))

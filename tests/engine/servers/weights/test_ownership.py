@@ -102,9 +102,7 @@ async def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: M
 
 
 @pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
-async def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(
-    kind: ModuleType, folder: Path, left: str
-) -> None:
+async def test_a_killed_runs_server_goes_to_its_resume_or_machine(kind: ModuleType, folder: Path, left: str) -> None:
     server = kind.Server()
     name(server, left)
     async with kind.opened(server, folder, ownership=Ownership("ours", predecessor="dead")):
@@ -128,9 +126,7 @@ async def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType
     assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:0")
 
 
-def test_two_runs_on_one_address_never_meet_in_the_server(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_on_one_address_never_meet(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def main() -> None:

@@ -61,9 +61,7 @@ async def publish(engine: Any, folder: Path, version: int = 1) -> None:
     await Publisher(engine, timeout_s=10_000.0).publish(FolderWeights(version, folder))
 
 
-async def test_weights_come_between_their_memory_and_that_of_the_cache(
-    kind: ModuleType, folder: Path, new: Path
-) -> None:
+async def test_weights_come_between_their_memory_and_the_caches(kind: ModuleType, folder: Path, new: Path) -> None:
     async with kind.serving(folder, colocated=True) as (engine, server):
         await engine.sleep()
         assert story(server) == ["stand still", "label", "release"]
@@ -99,9 +97,7 @@ async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_once(kind
 
 
 @pytest.mark.parametrize("stage", ["asleep", "in a load"])
-async def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
-    kind: ModuleType, folder: Path, new: Path, stage: str
-) -> None:
+async def test_the_next_run_wakes_a_server_left_asleep(kind: ModuleType, folder: Path, new: Path, stage: str) -> None:
     server = kind.Server()
     killed = kind.make_engine(server, folder, colocated=True)
     await killed.open()

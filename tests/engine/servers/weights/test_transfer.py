@@ -103,9 +103,7 @@ async def test_vllm_gets_all_weights_and_then_the_version(first: Path, second: P
         assert_received(meeting.seats[0], load_file(folder / "model.safetensors"))
 
 
-async def test_a_vllm_server_that_refuses_midway_gets_the_former_weights(
-    first: Path, second: Path, meetings: Meetings
-) -> None:
+async def test_vllm_refusing_midway_gets_the_former_weights(first: Path, second: Path, meetings: Meetings) -> None:
     async with receiving(ScriptedVLLM(), first, meetings) as (engine, server):
         before = server.weights
         server.answer_once("/finish_weight_update", Answer(500, {"error": {"message": "CUDA out of memory"}}))
@@ -150,9 +148,7 @@ async def test_sglang_gets_all_weights_in_a_session_and_the_version_last(
     assert [m.closed for m in meetings.all] == [True, True]
 
 
-async def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
-    first: Path, second: Path, meetings: Meetings
-) -> None:
+async def test_sglang_refusing_midway_has_no_session_or_weights(first: Path, second: Path, meetings: Meetings) -> None:
     async with receiving(ScriptedSGLang(), first, meetings) as (engine, server):
         server.load_error = "partially updated"
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
@@ -195,9 +191,7 @@ async def test_a_data_parallel_sglang_server_is_refused_with_the_mend(folder: Pa
 
 
 @pytest.mark.parametrize("server", [ScriptedVLLM(), ScriptedSGLang()], ids=["vllm", "sglang"])
-async def test_weights_in_a_folder_are_sent_from_the_device_that_the_run_names(
-    server: Any, folder: Path, meetings: Meetings
-) -> None:
+async def test_weights_in_a_folder_are_sent_from_the_runs_device(server: Any, folder: Path, meetings: Meetings) -> None:
     async with receiving(server, folder, meetings, device="cuda:1"):
         assert [meeting.plan.sends_from for meeting in meetings.all] == ["cuda:1"]
 
@@ -223,9 +217,7 @@ LOCAL, FAR = "http://localhost:30000", "http://10.0.0.6:30000"
 @pytest.mark.parametrize(
     "urls", [(LOCAL, FAR), (FAR, LOCAL), ("http://[::1]:1", "http://127.0.1.1:2", FAR), ("http://own-name:1", FAR)]
 )
-async def test_the_group_meets_where_all_servers_reach_it(
-    urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_meets_where_all_servers_reach_it(urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = socket.getaddrinfo
     own = {"own-name": "127.0.1.1"}  # as in /etc/hosts of Debian
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **kind: resolve(own.get(host, host), *rest, **kind))

@@ -12,6 +12,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -180,9 +181,7 @@ def test_a_full_disk_stops_the_run_which_can_go_on(refused: Say, monkeypatch: py
         append(journal, events)  # type: ignore[arg-type]
 
     def save(trainer: LocalTrainer, folder: Path, extra: object) -> None:
-        def no_room(*args: object, **options: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+        no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         with monkeypatch.context() as patch:
             patch.setattr("rollover.trainer.moments.save_file", no_room)
             save_as_ever(trainer, folder, extra)  # type: ignore[arg-type]

@@ -56,11 +56,7 @@ CENTRED = f64(2 / 3, -1 / 3, -1 / 3, 1, -1)
         ),
         (row("dr-grpo"), CENTRED, 1e-12),
         # mean 1, squared deviations 0 + 1 + 1 + 4 + 0 = 6, variance 6 / 4
-        (
-            row("reinforce++", kl_coef=0.0, advantage_eps=1e-12, advantage_ddof=1),
-            f64(0, -1, -1, 2, 0) / 1.5**0.5,
-            1e-9,
-        ),
+        (row("reinforce++", kl_coef=0.0, advantage_eps=1e-12, advantage_ddof=1), f64(0, -1, -1, 2, 0) / 1.5**0.5, 1e-9),
         # sample 0: 1 - (0 + 0)/2; sample 1: 0 - (1 + 0)/2; sample 3: 3 - 1; sample 4: 1 - 3
         (row("rloo"), f64(1, -0.5, -0.5, 2, -2), 1e-12),
     ],

@@ -67,11 +67,7 @@ def wanted(*gpus: float) -> list[Wanted]:
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "failed"),
-    [
-        ((1, 1, 1, 1), (2, 1), ["engine-3"]),
-        ((0.1,) * 10, (1,), []),
-        ((4, 3, 3, 2, 2, 2), (8, 8), []),
-    ],
+    [((1, 1, 1, 1), (2, 1), ["engine-3"]), ((0.1,) * 10, (1,), []), ((4, 3, 3, 2, 2, 2), (8, 8), [])],
 )
 def test_as_little_as_possible_is_left(gpus: tuple[float, ...], nodes: tuple[float, ...], failed: list[str]) -> None:
     assert [each.name for each in unplaced(wanted(*gpus), [{"GPU": n} for n in nodes])] == failed

@@ -55,9 +55,7 @@ remembered = lru_cache(length)
 partly_remembered = partial(remembered, level=1)
 
 
-def conversation(
-    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
-) -> list[float]:
+def conversation(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
     assert prompts == [[{"role": "user", "content": "hi"}]] and "messages" not in columns
     assert completions == [[{"role": "assistant", "content": "yo"}]]
     return [float(sum(completion_ids[0]))]
@@ -123,9 +121,7 @@ ODD_ERRORS = (
 )  # fmt: skip
 
 
-def titled(
-    prompts: list[str], completions: list[str], title: list[str], body: list[str], **columns: Any
-) -> list[float]:
+def titled(prompts: list[str], completions: list[str], title: list[str], body: list[str], **_: Any) -> list[float]:
     return [float(len(title[0]) + len(body[0]))]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,9 +106,7 @@ async def test_a_process_tells_of_each_turn_that_it_repeats() -> None:
 
 
 async def test_a_message_that_the_template_refuses_fails_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> None:
-        raise DataError("the chat template rejects these messages: no such role")
-
+    refuse = Mock(side_effect=DataError("the chat template rejects these messages: no such role"))
     monkeypatch.setattr(Plain, "write", refuse)
     (failed,) = await acted(FAST, episode(call("add", a=1, b=2)))
     assert isinstance(failed, RewardError) and "turn 1: the chat template rejects these messages" in str(failed)

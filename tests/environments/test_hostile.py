@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -158,9 +159,7 @@ async def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(mar
 
 
 async def test_a_process_that_cannot_start_fails_its_sample_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def none_left(*args: object, **options: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
+    none_left = AsyncMock(side_effect=BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
     async with scoring(specs("leaves_a_thread")) as scorer:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "create_subprocess_exec", none_left)

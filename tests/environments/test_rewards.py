@@ -11,13 +11,7 @@ import pytest
 
 from rollover.environments.rater import Rater
 from rollover.environments.reasoning_gym import GymDataset, freeze
-from rollover.environments.rewards import (
-    ExactConfig,
-    FunctionConfig,
-    RewardConfig,
-    VerifierConfig,
-    spec_from_json,
-)
+from rollover.environments.rewards import ExactConfig, FunctionConfig, RewardConfig, VerifierConfig, spec_from_json
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.rewards.extraction import extract_answer
 from rollover.environments.scoring import score_once

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from rollover.environments.episodes import AgentConfig, ClassConfig, ToolsConfig
-from rollover.environments.rewards import (
-    ExactConfig,
-    FunctionConfig,
-    JudgeConfig,
-    MathVerifyConfig,
-    VerifierConfig,
-)
+from rollover.environments.rewards import ExactConfig, FunctionConfig, JudgeConfig, MathVerifyConfig, VerifierConfig
 
 FUNCTION = partial(FunctionConfig, function="m:f")
 JUDGE = partial(JudgeConfig, url="http://h/v1", model="m")

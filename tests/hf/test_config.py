@@ -17,10 +17,6 @@ from tests.trainer.builders import make_folder
 def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_model_config(tmp_path)
-    for content, message in (("{", "is not a model config"), ("[1]", "expected a table of keys, got list")):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ModelError, match=message):
-            read_model_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
         read_model_config(tmp_path)

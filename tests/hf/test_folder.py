@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,12 +36,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseExc
 
 
 def test_a_full_disk_is_reported_with_the_mend_and_leaves_what_was_there(tmp_path: Path) -> None:
-    def write(partial: Path) -> None:
-        raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors words it
-
-    def copy(partial: Path) -> None:
-        raise shutil.Error([("a", "b", str(OSError(errno.ENOSPC, "No space left on device")))])
-
+    write = Mock(side_effect=RuntimeError("I/O error: No space left on device (os error 28)"))
+    copy = Mock(side_effect=shutil.Error([("a", "b", str(OSError(errno.ENOSPC, "No space left on device")))]))
     for fails in (write, copy):
         with pytest.raises(ResourceError, match=r"v2 was not written, earlier ones are intact; buy a disk"):
             write_folder(tmp_path / "v2", fails, remedy="buy a disk")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,10 +20,7 @@ def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) 
 def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def offline(name: str, **_: Any) -> str:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionError("no route")))
     with pytest.raises(ModelError, match="'some/model' is not a folder here and could not be fetched from the hub"):
         resolve_model("some/model")
 

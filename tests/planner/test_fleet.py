@@ -180,11 +180,7 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
             "[[links]]\nbetween = ['a', 'l40s']\ngbit_s = 1\n[[nodes]]\ndevice",
             "fleet.toml:9: links.0.between: unknown node 'a'; known:",
         ),
-        (
-            "[[nodes]]\ndevice",
-            "[devices.new]\nhbm_gib = 8\n[[nodes]]\ndevice",
-            "fleet.toml:8: devices.new: a device",
-        ),
+        ("[[nodes]]\ndevice", "[devices.new]\nhbm_gib = 8\n[[nodes]]\ndevice", "fleet.toml:8: devices.new: a device"),
         ("[[nodes]]\ndevice", "[devices.l4]\nhbm_gbps = -8\n[[nodes]]\ndevice", "fleet.toml:9: devices.l4.hbm_gbps"),
         (
             "[[nodes]]\ndevice",

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,9 +90,6 @@ def test_wrong_uses_are_one_message_each(run: Path, tmp_path: Path, capsys: pyte
 
 
 def test_control_c_ends_it_well(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: ThreadingHTTPServer) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["report", str(run), "--serve", "--port", "0"]) == 0
     assert "report: http://127.0.0.1:" in capsys.readouterr().out

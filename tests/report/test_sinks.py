@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -63,9 +64,7 @@ def test_tensorboard_shows_a_resumed_run_as_one_history(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_by_tensorboard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(writer: EventFileWriter, event: object = None) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     [sink] = opened(tmp_path)
     writer = MetricsWriter(tmp_path, sinks=[sink])
     with monkeypatch.context() as patch:

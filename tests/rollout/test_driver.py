@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -445,12 +446,8 @@ async def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
 async def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
     rig = make_rig("bounded_async", in_flight_update=False)
     await rig.driver.next_batch()
-
-    async def load() -> None:
-        raise EngineError("weights do not fit")
-
     with pytest.raises(EngineError):
-        await rig.driver.update_weights(1, load)
+        await rig.driver.update_weights(1, AsyncMock(side_effect=EngineError("weights do not fit")))
     assert rig.ledger.policy_version == 0
     await rig.publish(1)
     assert rig.ledger.running  # generation goes on beside the trainer, as before

@@ -52,10 +52,7 @@ json_values = st.recursive(
 )
 token_ids = st.lists(sizes, max_size=20).map(tuple)
 tokens = st.tuples(
-    sizes,
-    st.floats(width=32, allow_nan=False, max_value=0.0),
-    st.binary(max_size=300),
-    st.binary(max_size=300),
+    sizes, st.floats(width=32, allow_nan=False, max_value=0.0), st.binary(max_size=300), st.binary(max_size=300)
 )
 
 

@@ -142,8 +142,7 @@ def test_parked_before_fresh_and_oldest_group_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("april", (0, 1)), ("sorted", (1, 3)), ("inflight", (1, 3)), ("april, drop_surplus", (1, 3))],
+    ("name", "expected"), [("april", (0, 1)), ("sorted", (1, 3)), ("inflight", (1, 3)), ("april, drop_surplus", (1, 3))]
 )
 def test_batches_are_taken_in_order_of_opening_or_of_ending(name: str, expected: tuple[int, ...]) -> None:
     strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,11 +122,7 @@ async def test_a_failed_check_is_on_record_before_an_interrupt_can_come() -> Non
 async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
     rig = make_two("april")
     await rig.train(2)
-
-    def take_out() -> None:
-        raise EngineMismatch("none is left")
-
     with pytest.raises(EngineMismatch, match="none is left"):
-        await rig.driver.drop_tokens_of("b", take_out)
+        await rig.driver.drop_tokens_of("b", Mock(side_effect=EngineMismatch("none is left")))
     assert not versions_of("b", rig.ledger)
     await with_stop(rig, asyncio.sleep(0))

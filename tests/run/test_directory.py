@@ -190,10 +190,7 @@ OTHER = VLLMConfig(
     [
         pytest.param({}, ["--rollout.group_size", "8"], {}, id="no change"),
         pytest.param(
-            {"engine": SERVERS},
-            ["--engine.urls", '["http://b:1"]', *OTHERS],
-            {"engine": OTHER},
-            id="other servers",
+            {"engine": SERVERS}, ["--engine.urls", '["http://b:1"]', *OTHERS], {"engine": OTHER}, id="other servers"
         ),
         pytest.param(
             {"engine": SERVERS},

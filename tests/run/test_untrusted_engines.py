@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -171,9 +172,7 @@ def test_a_folder_whose_config_ties_two_matrices_is_trained_as_one_policy(experi
 
 
 def test_a_proof_leaves_no_trace_in_a_deterministic_run(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def skipped(*args: Any, **kwargs: Any) -> None:
-        return None
-
+    skipped = AsyncMock(return_value=None)
     args = ["--deterministic", "true", "--steps", "2"]
     assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
     monkeypatch.setattr("rollover.run.engine_trust.check_logprobs", skipped)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.sim.dispatch import ReplicaPool
 from rollover.sim.replica import Call, Replica
 from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
@@ -170,3 +172,22 @@ def test_what_is_prefilled_at_the_same_moment_shares_the_call() -> None:
     replica.add(call(2, 10))
     # 3 s and twice 1 s, 4 iterations; then 3 s and 1 s, 6 iterations and 4 more.
     assert drain(replica) == pytest.approx({0: 19.0, 1: 19.0, 2: 23.0})
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_the_least_loaded_replica_is_found(rng: random.Random) -> None:
+    replicas = [Replica(ReplicaModel(c0_s=1.0, b0=rng.choice([2.0, 4.0, 5.0])), i) for i in range(rng.randint(2, 6))]
+    pool = ReplicaPool(replicas)
+    for group in range(50):
+        found = pool.place(SampleId(group, 0), fast_lane=False)
+        assert (found.occupancy, found.index) == min((r.occupancy, r.index) for r in replicas)
+        if rng.random() < 0.6:
+            found.add(call(group, 5))
+        replica = rng.choice(replicas)
+        if rng.random() < 0.1:
+            replica.stop()
+            pool.eased(replica)
+        elif replica.calls and rng.random() < 0.7:
+            del replica.calls[next(iter(replica.calls))]
+            pool.eased(replica)

@@ -161,10 +161,7 @@ class ModelWorker:
         if not self.served:
             self.version = welcome.head.version
             self.served[self.version] = welcome.head
-        return [
-            ready(max_running=self.room, keeps_kv=self.keeps_kv),
-            self.serving(),
-        ]
+        return [ready(max_running=self.room, keeps_kv=self.keeps_kv), self.serving()]
 
     def serving(self) -> Serving:
         return Serving(version=self.version, manifest=self.served[self.version].manifest)

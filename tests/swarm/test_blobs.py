@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,10 +109,7 @@ def test_a_download_of_another_content_is_refused_and_deleted(folder: BlobFolder
 def test_a_full_disk_is_said_and_leaves_nothing(
     folder: BlobFolder, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(blobs.os, call, full)
+    monkeypatch.setattr(blobs.os, call, Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(ResourceError, match=f"no space left on the disk of .*: blob {NAME} was not written"):
         folder.put(CONTENT)
     assert files(folder) == set()
@@ -121,13 +118,9 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 def test_a_small_file_has_the_old_content_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "publications.json"
     replace_file(file, b"old")
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     for call in ("fsync", "replace"):
         with monkeypatch.context() as patched:
-            patched.setattr(blobs.os, call, full)
+            patched.setattr(blobs.os, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             with pytest.raises(ResourceError, match=r"publications\.json was not written"):
                 replace_file(file, b"new")
         assert file.read_bytes() == b"old" and os.listdir(tmp_path) == ["publications.json"]

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -236,12 +237,12 @@ async def test_a_delta_on_altered_weights_is_replaced_by_full_ones(publisher: Sw
 
 
 async def refused(
-    publisher: SwarmPublisher, worker: Path, head: Head, message: str, *before: Head, **options: Any
+    publisher: SwarmPublisher, root: Path, head: Head, message: str, *before: Head, **options: Any
 ) -> None:
     """After the publications ``before``, ``head`` is refused and changes nothing."""
     run_epoch, error = options.pop("run_epoch", 1), options.pop("error", PublicationError)
     with serving(publisher.blobs.root) as server:
-        async with open_fetcher(publisher, worker, **options) as fetcher:
+        async with open_fetcher(publisher, root, **options) as fetcher:
             held = None
             for earlier in before:
                 held = await fetch(fetcher, earlier, server)
@@ -386,15 +387,11 @@ async def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
     publisher: SwarmPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = publish(publisher, 0, 1)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             with monkeypatch.context() as patched:
-                patched.setattr(blobs.os, "fsync", full)
+                patched.setattr(blobs.os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
                 with pytest.raises(ResourceError, match="no space left on the disk"):
                     await fetch(fetcher, second, server)
             assert fetcher.held is before

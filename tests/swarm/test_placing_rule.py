@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.swarm.coordinator.machine.placing.forecast import Deadline
-from rollover.swarm.coordinator.machine.placing.rule import (
-    NUM_PROBES,
-    CallFacts,
-    Crowd,
-    MemberFacts,
-    choose,
-    pause_s,
-)
+from rollover.swarm.coordinator.machine.placing.rule import NUM_PROBES, CallFacts, Crowd, MemberFacts, choose, pause_s
 
 Members = dict[str, MemberFacts]
 NEWEST = 3

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -197,9 +198,7 @@ class Crash(Exception):
     pass
 
 
-def crash_at(
-    monkeypatch: pytest.MonkeyPatch, nth: int, error: Callable[[], BaseException], *, after: bool
-) -> list[str]:
+def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int, *, after: bool) -> list[str]:
     """Have the ``nth`` file operation of the next publication fail, before it has an effect or after."""
     done: list[str] = []
 
@@ -207,10 +206,10 @@ def crash_at(
         def operation(*args: Any, **named: Any) -> Any:
             done.append(name)
             if len(done) == nth and not after:
-                raise error()
+                raise Crash
             result = real(*args, **named)
             if len(done) == nth and after:
-                raise error()
+                raise Crash
             return result
 
         return operation
@@ -230,7 +229,7 @@ def test_a_crash_at_any_file_operation_leaves_a_head_that_can_be_read(tmp_path: 
         heads = publish_all(publisher, 2)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SwarmPublisher, "_prune", lambda self: None)  # who is dead does not clean up
-            done = crash_at(patched, nth, Crash, after=after)
+            done = crash_at(patched, nth, after=after)
             try:
                 publisher.publish(source(2, VERSIONS[2]))
                 assert len(done) < nth
@@ -258,7 +257,7 @@ def test_after_an_error_the_next_version_is_published_bit_for_bit(tmp_path: Path
         publisher = open_publisher(tmp_path / str(nth))
         publish_all(publisher, 2)
         with pytest.MonkeyPatch.context() as patched:
-            done = crash_at(patched, nth, Crash, after=True)
+            done = crash_at(patched, nth, after=True)
             try:
                 publisher.publish(source(2, VERSIONS[2]))
                 assert len(done) < nth
@@ -273,12 +272,8 @@ def test_after_an_error_the_next_version_is_published_bit_for_bit(tmp_path: Path
 def test_a_full_disk_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     publisher = open_publisher(tmp_path)
     (head,) = publish_all(publisher, 1)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(blobs_module.os, operation, full)
+        patched.setattr(blobs_module.os, operation, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match="no space left on the disk"):
             publisher.publish(source(1, VERSIONS[1]))
     assert publisher.head == head

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,6 @@ from rollover.errors import ResourceError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.status import board as board_module
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.snapshot import SwarmStatus, read_status, write_status
@@ -171,12 +171,9 @@ async def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path:
 async def test_a_mistake_in_the_code_ends_open_calls_and_refuses_new_ones(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[SwarmEngine], Awaitable[object]]
 ) -> None:
-    def broken(now_s: float) -> list[Effect]:
-        raise KeyError("a bug")
-
     hub, clock = coordinator(), VirtualClock()
     engine = engine_with(hub)
-    monkeypatch.setattr(hub, "expire", broken)
+    monkeypatch.setattr(hub, "expire", Mock(side_effect=KeyError("a bug")))
     await engine.start()
     for asked in (lambda: anext(engine.generate(request("g0.0"))), lambda: ask(engine)):
         with pytest.raises(KeyError, match="a bug"):

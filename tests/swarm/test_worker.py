@@ -29,15 +29,6 @@ async def test_a_worker_joins_fetches_the_head_and_serves_it(bench: Bench) -> No
 
 
 @with_worker()
-async def test_a_call_goes_on_behind_the_response_that_it_is_given(bench: Bench) -> None:
-    link = await bench.decoding(3, assign("a", done=tokens(7, 0, 30), limit=33))
-    assert await link.ended("a") == "length"
-    assert sorted(bench.coordinator.tokens["a"]) == [30, 31, 32]
-    assert bench.coordinator.response("a") == tokens(7, 30, 33)
-    assert link.all(Decoded)[0].num_prefilled_tokens == 30
-
-
-@with_worker()
 async def test_a_worker_decodes_on_through_a_cut_and_is_asked_for_the_rest(bench: Bench) -> None:
     link = await bench.decoding(6)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.swarm.worker_kit import Bench, FakeFetched, assign, head, length_of, 
 
 
 class Stuck(FakeEngine):
-    """Hangs in one of its calls until it is let go."""
+    """Hangs in one of its calls, or refuses weights, until it is let go."""
 
     def __init__(self, where: str) -> None:
         super().__init__(length_of)
@@ -35,20 +36,22 @@ class Stuck(FakeEngine):
     async def load(self, version: int, source: WeightSource) -> None:
         if self.where == "load":
             await self.goes_on.wait()
+        if self.where == "refuses" and not self.goes_on.is_set():
+            raise EngineError("weights do not fit: too wide")
         await super().load(version, source)
 
     def __repr__(self) -> str:
         return "the engine"
 
 
-@pytest.mark.parametrize("where", ["pause", "load"])
+@pytest.mark.parametrize("where", ["pause", "load", "refuses"])
 @with_worker(update_timeout_s=0.05)
-async def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(bench: Bench, where: str) -> None:
+async def test_a_load_that_fails_or_never_ends_leaves_the_old_weights_serving(bench: Bench, where: str) -> None:
     bench.make_engine = lambda: Stuck(where)
     link = await bench.decoding(3, assign("a", limit=6))
     await link.send(head(1))
-    failed = await link.first(NotServing)
-    assert failed == NotServing(version=1, reason="the engine did not load weights version 1 within 0.05 s")
+    late, refused = "the engine did not load weights version 1 within 0.05 s", "weights do not fit: too wide"
+    assert await link.first(NotServing) == NotServing(version=1, reason=refused if where == "refuses" else late)
     assert bench.engine.events[-1] == ("resume", 0)
     await bench.engine.tick(3)
     assert await link.ended("a") == "length"
@@ -138,41 +141,56 @@ async def test_the_folder_on_which_servers_are_started_stays(tmp_path: Path) -> 
         assert folders == [root / f"v{version}" for version in (1, 2, 3)]
 
 
+class Hanging(FakeEngine):
+    """Its loop can be held up."""
+
+    def __init__(self) -> None:
+        super().__init__(length_of)
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def abort(self, request_ids: Any) -> None:
+        await self.goes_on.wait()
+        await super().abort(request_ids)
+
+
 class Away(FakeEngine):
     """Its servers can all be down, for a while or until its patience is over."""
 
     def __init__(self) -> None:
         super().__init__(length_of)
-        self.is_up = asyncio.Event()
-        self.is_up.set()
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
         self.why = ""
 
     async def until_up(self) -> None:
-        await self.is_up.wait()
+        await self.goes_on.wait()
         if self.why:
             raise EngineError(self.why)
 
 
-async def without_servers(bench: Bench) -> None:
+async def without_engine(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
-    bench.engine.is_up.clear()  # type: ignore[attr-defined]
+    bench.engine.goes_on.clear()  # type: ignore[attr-defined]
     await bench.clock.move(31.0)
     await link.until(lambda: link.is_closed)
     assert not link.all(Heartbeat)
     await bench.clock.move(100.0)
 
 
-@with_worker(make_engine=Away)
-async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Bench) -> None:
-    await without_servers(bench)
-    assert len(bench.coordinator.authorizations) == 1, "it does not come back without an engine"
-    bench.engine.is_up.set()  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", [Hanging, Away])
+@with_worker()
+async def test_a_worker_without_an_engine_neither_beats_nor_comes_back(bench: Bench, kind: type[FakeEngine]) -> None:
+    bench.make_engine = kind
+    await without_engine(bench)
+    assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
+    bench.engine.goes_on.set()  # type: ignore[attr-defined]
     await bench.member_again(head(0))
 
 
 @with_worker(make_engine=Away)
 async def test_a_worker_without_servers_ends_when_it_is_stopped(bench: Bench) -> None:
-    await without_servers(bench)
+    await without_engine(bench)
     await bench.stopped()
 
 

@@ -37,6 +37,7 @@ from rollover.swarm.worker.updates import MAX_REFUSED
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
+from tests.swarm.test_worker_engine import Hanging
 from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, tokens, with_worker
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -83,34 +84,6 @@ async def test_a_failed_fetch_changes_nothing_and_is_tried_again(bench: Bench, f
     assert len(link.all(NotServing)) == 2
 
 
-class Stubborn(FakeEngine):
-    """Refuses weights when told to."""
-
-    refusals = 0
-
-    async def load(self, version: int, source: WeightSource) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise EngineError("weights do not fit: too wide")
-        await super().load(version, source)
-
-
-@with_worker(make_engine=lambda: Stubborn(length_of))
-async def test_a_load_that_fails_leaves_the_old_weights_serving(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    bench.engine.refusals = 1  # type: ignore[attr-defined]
-    await link.send(assign("a", limit=2))
-    await bench.until(lambda: bench.engine.requests)
-    await link.send(head(1))
-    assert (await link.first(NotServing)).reason == "weights do not fit: too wide"
-    assert bench.engine.events == [("pause", 0), ("resume", 0)]
-    await bench.engine.tick(2)
-    assert await link.ended("a") == "length"
-    assert set(bench.coordinator.versions["a"].values()) == {0}
-    await link.send(head(2))  # tried at once
-    await link.serving(2)
-
-
 @with_worker()
 async def test_one_version_of_two_manifests_is_reported_and_not_taken(bench: Bench) -> None:
     link = await bench.member(head(3))
@@ -143,7 +116,9 @@ async def test_an_engine_that_loses_its_calls_at_an_update_still_makes_one_call(
     assert bench.engine.requests[1].response_ids == tokens(7, 0, 6)
     await bench.engine.tick(6)
     assert await link.ended("a") == "length"
+    assert sorted(bench.coordinator.tokens["a"]) == [*range(2, 12)], "it goes on behind the response that it is given"
     assert bench.coordinator.response("a") == tokens(7, 2, 6) + tokens(7, 6, 12, 1)
+    assert [m.num_prefilled_tokens for m in link.all(Decoded) if m.num_prefilled_tokens] == [2]
     assert [m.finish_reason for m in link.all(Decoded)].count(None) == len(link.all(Decoded)) - 1
 
 
@@ -191,22 +166,7 @@ async def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(bench
 
 
 @with_worker()
-async def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(bench: Bench) -> None:
-    link = await bench.decoding(20, ttl_s=30.0)
-    for number in (1, 2, 3):
-        await bench.clock.move(10.0)
-        await link.until(lambda number=number: len(link.all(Heartbeat)) == number)  # type: ignore[misc]
-    beats = link.all(Heartbeat)
-    assert [(b.number, b.num_running, b.tokens_per_s, b.num_held) for b in beats] == [
-        (1, 1, 2.0, 20),
-        (2, 1, 0.0, 20),
-        (3, 1, 0.0, 20),
-    ]
-    assert not link.is_closed
-
-
-@with_worker()
-async def test_a_heartbeat_says_how_many_calls_shared_its_tokens_over_the_time(bench: Bench) -> None:
+async def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_went(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     await bench.clock.move(1.0)
     for name, limit in (("a", 4), ("b", 9)):
@@ -222,6 +182,7 @@ async def test_a_heartbeat_says_how_many_calls_shared_its_tokens_over_the_time(b
         await bench.clock.move(10.0)
         await link.until(lambda number=number: len(link.all(Heartbeat)) == number)  # type: ignore[misc]
     busy, idle = link.all(Heartbeat)
+    assert (busy.number, idle.number, busy.num_held, idle.num_held) == (1, 2, 13, 13)
     assert (busy.num_running, busy.mean_running) == (0, pytest.approx((3.0 + 3.0 + 2.0) / 10.0))
     assert busy.tokens_per_s == pytest.approx(13 / 10.0)
     assert (idle.mean_running, idle.tokens_per_s) == (0.0, 0.0)
@@ -258,32 +219,6 @@ async def test_a_worker_back_after_its_lease_hands_over_what_is_still_wanted(ben
     assert await back.ended("b") == "length"
     assert {message.call_id for message in back.all(Decoded)} == {"b"}
     assert len(bench.coordinator.response("a")) == 3 and bench.coordinator.num_repeated == 0
-
-
-class Hanging(FakeEngine):
-    """Its loop can be held up."""
-
-    def __init__(self) -> None:
-        super().__init__(length_of)
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
-
-    async def abort(self, request_ids: Any) -> None:
-        await self.goes_on.wait()
-        await super().abort(request_ids)
-
-
-@with_worker(make_engine=Hanging)
-async def test_a_worker_whose_engine_hangs_neither_beats_nor_comes_back(bench: Bench) -> None:
-    link = await bench.member(head(0), ttl_s=30.0)
-    bench.engine.goes_on.clear()  # type: ignore[attr-defined]
-    await bench.clock.move(31.0)
-    await link.until(lambda: link.is_closed)
-    assert link.all(Heartbeat) == []
-    await bench.clock.move(100.0)
-    assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
-    bench.engine.goes_on.set()  # type: ignore[attr-defined]
-    await bench.member_again(head(0))
 
 
 class SlowToStop(Hanging):
@@ -585,18 +520,6 @@ async def test_an_engine_that_cannot_be_opened_ends_the_worker(bench: Bench) -> 
 
 
 @with_worker()
-async def test_a_failed_call_is_the_calls_own_matter(bench: Bench) -> None:
-    link = await bench.decoding(3)
-    bench.engine.fail(EngineError("out of memory"))
-    assert await link.ended("a") == "failed: out of memory"
-    assert bench.coordinator.response("a") == tokens(7, 0, 3)
-    await link.send(assign("b", limit=1))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await bench.engine.tick()
-    assert await link.ended("b") == "length"
-
-
-@with_worker()
 async def test_a_call_that_is_stopped_for_others_goes_on(bench: Bench) -> None:
     link = await bench.decoding(3)
     bench.engine.fail(CallDisplaced("the server had to stop all its calls"))
@@ -628,6 +551,7 @@ async def test_a_stop_at_a_token_that_is_no_stop_token_is_a_failure(bench: Bench
     await link.send(assign("a", stop_token_ids=(2,)))
     said = await link.ended("a")
     assert said.startswith("failed: ") and "stopped at token 7, but its stop tokens are [2]" in said
+    assert bench.coordinator.response("a") == (5, 6, 7), "what it has decoded is handed over"
     await link.send(assign("b", stop_token_ids=(2, 7)))
     assert await link.ended("b") == "stop"
     await link.send(assign("c", stop_token_ids=(2,), stop_strings=("end",)))

@@ -66,9 +66,7 @@ def head(version: int, epoch: int = 1) -> Head:
     return Head(version=version, manifest=hashlib.sha256(f"{epoch}/{version}".encode()).hexdigest())
 
 
-def assign(
-    call_id: str, *, sample: str = "", seed: int = 7, done: Sequence[int] = (), limit: int = 40, **more: Any
-) -> Assign:
+def assign(call_id: str, *, sample: str = "", seed: int = 7, done: Any = (), limit: int = 40, **more: Any) -> Assign:
     return Assign(
         call_id=call_id,
         sample_key=sample or f"{call_id}.",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rollover.environments.rewards import ExactConfig
-from rollover.hf.tokenizer import FastTokenizer
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.open import train_source
 from rollover.tasks.prompt_source import PromptSource
@@ -28,7 +27,5 @@ def sums(count: int) -> list[dict[str, Any]]:
     return [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(count)]
 
 
-def opened(
-    *sources: SourceConfig, seed: int = 0, tokenizer: FastTokenizer | None = None, **fields: Any
-) -> PromptSource:
+def opened(*sources: SourceConfig, seed: int = 0, tokenizer: Any = None, **fields: Any) -> PromptSource:
     return train_source(TasksConfig(train=sources, **fields), tokenizer or char_tokenizer(), seed=seed)

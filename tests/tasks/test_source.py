@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -329,10 +330,7 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
         opened(HubConfig(name="file", path=str(tmp_path / "saved" / "test"), split="eval", reward=EXACT))
     with pytest.raises(DataError, match="keeps no subsets: leave subset out"):
         opened(HubConfig(name="file", path=str(tmp_path / "saved"), split="test", subset="easy", reward=EXACT))
-
-    def offline(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("no route to the hub\nand more")
-
+    offline = Mock(side_effect=ConnectionError("no route to the hub\nand more"))
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     for use in (opened, lambda source: check_source(source, TasksConfig(), char_tokenizer())):

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,11 +114,7 @@ def test_only_finished_checkpoints_are_listed_and_the_newest_kept(tmp_path: Path
 def test_a_full_disk_leaves_the_previous_checkpoint(folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(folder, resume_from=saved)
     trainer.step(make_batch(step=1))
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(ResourceError, match=r"no space left .*step_2 was not written.*checkpoint\.keep_last"):
         trainer.save(checkpoint_path(saved.parent, 2))
     monkeypatch.undo()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,9 +246,7 @@ def test_running_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pyt
 
 
 def test_a_model_that_does_not_fit_gets_no_advice_on_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("rollover.trainer.local.open_policy", full)
     with pytest.raises(ResourceError, match=r"does not fit .*set trainer\.num_devices or trainer\.offload") as raised:
         make_trainer(folder)

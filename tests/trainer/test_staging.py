@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,10 +91,7 @@ def test_a_folder_that_another_trainer_clears_is_made_again(tmp_path: Path, monk
 
 
 def test_without_locks_nothing_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     theirs, ours = Staging(0, fallback=tmp_path), Staging(0, fallback=tmp_path)
     assert theirs.path.exists() and ours.path.exists()
     for own in (theirs, ours):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,11 +75,7 @@ def test_a_full_disk_leaves_the_earlier_version(like: Path, tmp_path: Path, monk
     root = tmp_path / "weights"
     store = WeightFolders(root, like=like)
     store.write(weights(1, 1.0))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(folders, "write_companions", full)
+    monkeypatch.setattr(folders, "write_companions", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ResourceError, match=r"no space left on the disk of .*: v2 was not written.*weights_dir"):
         store.write(weights(2, 2.0))
     assert {p.name for p in root.iterdir()} == {"v1"}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,9 +147,7 @@ def test_tensors_are_broadcast_from_the_named_device_by_the_deadline(monkeypatch
 
 
 def test_a_lost_server_is_an_error_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
-
+    fail = Mock(side_effect=torch.distributed.DistBackendError("NCCL error: remote process exited"))
     RecordedGroup(monkeypatch, fail)
     queue = BucketQueue(torch_group(), PLAN)
     queue.put([torch.ones(3)])

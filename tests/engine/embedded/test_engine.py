@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,11 +140,8 @@ async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
             raise cause
         return decode(*inputs)
 
-    def still_broken() -> None:
-        raise RuntimeError("every call fails on this device")
-
     monkeypatch.setattr(runner, "decode", broken)
-    monkeypatch.setattr(runner.kv, "zero_", still_broken)
+    monkeypatch.setattr(runner.kv, "zero_", Mock(side_effect=RuntimeError("every call fails on this device")))
     await engine.pause()  # or one call may fail before the other is there
     calls = [asyncio.create_task(collect(engine, request(name, max_new_tokens=50))) for name in "ab"]
     async with asyncio.timeout(DEADLINE_S):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,10 +112,7 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
             await engine.load(1, FolderWeights(1, other))
         with pytest.raises(EngineError, match="sleeps"):
             digests_in(engine._core)
-
-        def no_room() -> Any:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
-
+        no_room = Mock(side_effect=RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"))
         make, engine._core._make_model_runner = engine._core._make_model_runner, no_room  # type: ignore[assignment]
         with pytest.raises(ResourceError, match=r"lower engine\.kv_cache_bytes"):
             await engine.load(1, FolderWeights(1, folder))

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -340,13 +341,10 @@ async def test_a_replica_that_cannot_be_stopped_is_named() -> None:
         finally:
             call.cancel()
 
-    async def dead() -> None:
-        raise RuntimeError("the actor died")
-
     async def deaf() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(EngineError, match="could not be stopped: RuntimeError: the actor died"):
-        await stop(dead)
+        await stop(AsyncMock(side_effect=RuntimeError("the actor died")))
     with pytest.raises(EngineTimeout, match=r"did not hand over 1 calls within 0\.05 s \(abort_timeout_s\)"):
         await stop(deaf)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import httpx
 import pytest
@@ -26,12 +26,15 @@ from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GroupAddress, LoadBody
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.adapters import AdapterSource, MergedWeights
+from rollover.weights.folders import WeightFolders
 from rollover.weights.groups import TorchGroup
-from rollover.weights.sources import FolderWeights
+from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request, tokens, update
 from tests.engine.models import greedy, logprobs, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, RUN, model, opened, serving
 from tests.speed import within
+from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
 
 pytestmark = pytest.mark.real_time
 
@@ -112,9 +115,7 @@ def test_a_client_that_leaves_within_its_request_leaves_no_traceback() -> None:
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"9")]
     scope = {"type": "http", "method": "POST", "path": "/pause", "headers": headers, "query_string": b""}
     sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
+    receive = AsyncMock(return_value={"type": "http.disconnect"})
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -190,12 +191,8 @@ async def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
     url: str, folder: Path, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server waits for a bucket that never comes, until it is told to leave."""
-
-    def vanish(self: TorchGroup, tensor: torch.Tensor) -> None:
-        raise RuntimeError("gone")
-
     async with opened(url, folder, weight_transfer="gloo") as engine:
-        monkeypatch.setattr(TorchGroup, "broadcast", vanish)
+        monkeypatch.setattr(TorchGroup, "broadcast", Mock(side_effect=RuntimeError("gone")))
         await engine.pause()
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*gone"):
             await engine.load(1, FolderWeights(1, new))
@@ -238,9 +235,7 @@ async def test_a_group_left_while_joined_is_not_received_through(folder: Path, m
 
 
 async def test_weights_that_may_still_come_have_no_known_label(folder: Path, new: Path) -> None:
-    async def late(version: int, source: Any, *, keeps_kv: bool) -> None:
-        raise EngineTimeout("the embedded engine did not get to 'load'")
-
+    late = AsyncMock(side_effect=EngineTimeout("the embedded engine did not get to 'load'"))
     engine: Any = SimpleNamespace(load=late)
     server = served.ServedEngine(engine, folder, label="old")
     with pytest.raises(EngineTimeout):
@@ -301,3 +296,29 @@ def test_mistakes_on_the_command_line_are_one_message(
             said = capsys.readouterr()
             assert message in said.err
             assert "Traceback" not in said.err
+
+
+def on_disk(folder: Path, source: AdapterSource) -> AdapterSource:
+    source.write(folder)
+    return AdapterSource(source.manifest.version, source.adapters, folder=folder)
+
+
+async def test_adapters_are_merged_into_the_model_of_the_run(folder: Path, new: Path, tmp_path: Path) -> None:
+    merged = MemoryWeights(2, MergedWeights(dict(FolderWeights(0, folder).tensors()), adapters()))
+    whole = WeightFolders(tmp_path / "merged", like=folder).write(merged)
+    with serving(new) as url:
+        async with opened(url, folder) as engine:
+            before = await collect(engine, request("before"))
+            await engine.load(1, on_disk(tmp_path / "v1", AdapterSource(1, adapters())))
+            ours = await collect(engine, request("ours"))
+            await engine.load(2, whole)
+            theirs = await collect(engine, request("theirs"))
+            assert tokens(ours) == tokens(theirs) != tokens(before)
+            assert [p for c in ours for p in c.logprobs] == [p for c in theirs for p in c.logprobs]
+            with pytest.raises(EngineError, match=r"an adapter of .*q_proj\.weight"):
+                await engine.load(3, on_disk(tmp_path / "v3", AdapterSource(3, {Q_PROJ: low_rank(64, 31)})))
+            (tmp_path / "v1" / "adapter_model.safetensors").write_bytes(b"damaged")
+            with pytest.raises(EngineError, match=r"version 3: .*the adapters in .*v1 cannot be read"):
+                await engine.load(3, AdapterSource(3, adapters(), folder=tmp_path / "v1"))
+            after = await collect(engine, request("after"))
+            assert tokens(after) == tokens(theirs)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -119,9 +119,7 @@ async def test_a_lost_server_is_named_and_others_get_the_weights(sent: Sent, cap
 
 
 async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(sent: Sent) -> None:
-    async def refuse(query: dict[str, str], body: Any) -> Answer:
-        return Answer(500, {"error": {"message": "out of memory"}})
-
+    refuse = AsyncMock(return_value=Answer(500, {"error": {"message": "out of memory"}}))
     async with sent:
         setattr(sent.servers[1], RECEIVE[sent.kind], refuse)
         await sent.publish(Holder().at(1))
@@ -146,8 +144,7 @@ async def test_weights_are_sent_again_when_their_sender_is_lost(sent: Sent, monk
         def open_and_lose(*arguments: Any) -> Any:
             sender = open_sender(*arguments)
             if next(opened) <= 2:
-                lost = Mock(side_effect=SenderLost("rank 1 of 2 was killed (SIGKILL)"))
-                monkeypatch.setattr(sender, "send", lost)
+                monkeypatch.setattr(sender, "send", Mock(side_effect=SenderLost("rank 1 of 2 was killed (SIGKILL)")))
             return sender
 
         monkeypatch.setattr(source, "open_sender", open_and_lose)
@@ -261,11 +258,7 @@ def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(monkeypatc
 def test_an_interrupted_step_does_not_keep_weights_from_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     lease = Lease()
     give_back = lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)
-
-    def interrupted(is_so: Any, timeout_s: float) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lease._state, "wait_for", interrupted)
+    monkeypatch.setattr(lease._state, "wait_for", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), lease.changing():
         raise AssertionError("they are lent")
     give_back()

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -209,10 +210,7 @@ async def test_a_server_that_ignores_a_pause_is_not_waited_for_for_ever(folder: 
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=500)))
         await asyncio.sleep(0.2)
         server.tick_s = 0.1
-
-        async def deaf(query: dict[str, str], body: Any) -> Answer:
-            return Answer(body={"status": "paused"})
-
+        deaf = AsyncMock(return_value=Answer(body={"status": "paused"}))
         server._post_pause = deaf  # type: ignore[method-assign]
         with pytest.raises(EngineTimeout, match="still samples 5 s after it was paused"):
             await engine.pause()

@@ -1,9 +1,10 @@
-"""The time between two attempts."""
+"""What a worker waits for: the end of its lease, and the next attempt."""
 
 from __future__ import annotations
 
 from random import Random
 
+from rollover.swarm.worker.session import LeaseWatch
 from rollover.swarm.worker.waiting import BackOff
 
 
@@ -28,3 +29,22 @@ def test_a_hundred_workers_that_fail_together_do_not_come_back_together() -> Non
     waits = sorted(rule.wait_s(5, Random(seed)) for seed in range(100))
     assert waits[0] >= 5.0 and waits[-1] <= 10.0
     assert max(sum(at <= wait < at + 0.5 for wait in waits) for at in waits) < 25
+
+
+def test_a_lease_counts_from_when_the_answered_message_was_sent() -> None:
+    lease = LeaseWatch(15.0, 100.0)
+    assert lease.interval_s == 5.0
+    assert lease.ends_s == 115.0
+    lease.sent(1, 105.0)
+    lease.sent(2, 110.0)
+    assert lease.ends_s == 115.0
+    assert lease.answered(1)
+    assert lease.ends_s == 120.0
+    assert lease.answered(2)
+    assert lease.ends_s == 125.0
+
+
+def test_an_answer_to_nothing_puts_nothing_off() -> None:
+    lease = LeaseWatch(15.0, 100.0)
+    assert not lease.answered(1)
+    assert lease.ends_s == 115.0

@@ -169,16 +169,16 @@ def test_servers_are_counted_on_the_gpus_that_they_are_given(monkeypatch: pytest
     found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "4", *servers))
     assert [memory.device for memory in found] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert all(memory.parts["engines' cache"] == 512 * 2**20 and memory.parts["optimizer"] for memory in found)
-    assert all(
-        memory.parts["engines' weights"] == 2 * memory.parts["weights"] for memory in found
-    )  # bfloat16 against a 4th
-
+    assert all(memory.parts["engines' weights"] == 2 * memory.parts["weights"] for memory in found), "bfloat16 by a 4th"
     on_gpus(monkeypatch, 4, 80 * 2**30, visible="0,1,2,3")
     servers = ("--engine.num_servers", "4", "--engine.launch_devices", '["4", "5", "2", "3"]')
     found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "4", *servers))
     engines = {memory.device: memory.capacity for memory in found if "engines' cache" in memory.parts}
     assert engines == {"cuda:2": 80 * 2**30, "cuda:3": 80 * 2**30, "GPU 4": None, "GPU 5": None}
 
+
+def test_servers_that_are_given_no_gpu_share_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4, 80 * 2**30, visible="0,1,2,3")
     found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "2", "--engine.num_servers", "3"))
     caches = {memory.device: memory.parts.get("engines' cache") for memory in found}
     assert caches == {"cuda:0": 3 * 512 * 2**20, "cuda:1": None}

@@ -79,10 +79,10 @@ def import_function(path: str, what: str = "function") -> Callable[..., Any]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may raise anything on import
-        where = "" if _was_found(module_name, error) else f"; it must be installed or be in {os.getcwd()}"
-        raise DataError(
-            f"{what} {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; fix it'}"
-        ) from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        remedy = f"it must be installed or be in {os.getcwd()}" if is_missing else "fix it"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise DataError(f"{what} {path}: cannot import {module_name!r} ({reason}); {remedy}") from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
@@ -157,16 +157,6 @@ def parameters_of(path: str, function: Callable[..., Any]) -> list[inspect.Param
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
         raise DataError(f"function {path} has no signature; wrap it in a function of Python") from None
-
-
-def _was_found(module_name: str, error: BaseException) -> bool:
-    """Return whether the module itself exists, and something in it failed."""
-    return not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."))
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def _import_and_come_back() -> None:

@@ -117,21 +117,16 @@ def open_source(
     role, name = ("train", source.name) if num_prompts is None else ("eval", f"eval/{source.name}")
     encoder = encoder_of(source, config, tokenizer)
     rows = source.open(gym_seed(role, source.name, seed))
-    num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
+    limits = [limit for limit in (rows.num_rows, source.limit, num_prompts) if limit is not None]
     common: dict[str, Any] = {"name": name, "held_out": held_out, "teaches": teaches}
-    if num_rows is not None:
+    if limits:
         shuffle = config.shuffle and num_prompts is None
-        return RowSource(source, rows, encoder, num_rows=num_rows, seed=seed, shuffle=shuffle, **common)
+        return RowSource(source, rows, encoder, num_rows=min(limits), seed=seed, shuffle=shuffle, **common)
     if config.curriculum is not None:
         raise DataError(
             f"tasks.curriculum needs rows that come again, and source {source.name!r} has none: set its limit"
         )
     return EndlessSource(source, rows, encoder, **common)
-
-
-def _fewest(*nums_rows: int | None) -> int | None:
-    """Return the smallest number of rows, where ``None`` means a dataset without end or no limit."""
-    return min((num_rows for num_rows in nums_rows if num_rows is not None), default=None)
 
 
 def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> frozenset[str]:

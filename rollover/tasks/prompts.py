@@ -152,7 +152,8 @@ class PromptEncoder:
         if self._template is None:
             texts = [self._plain(question, where) for question, where in questions]
             ids = self._tokenizer(texts, add_special_tokens=True)["input_ids"]
-            found = [_with_one_bos(self._tokenizer, one) for one in ids]
+            bos = getattr(self._tokenizer, "bos_token_id", None)  # put before each text, even one that begins with it
+            found = [one[1:] if list(one[:2]) == [bos, bos] else one for one in ids]
         else:
             written = [self._write(question, where) for question, where in questions]
             texts = [one.text for one in written]
@@ -255,9 +256,3 @@ class RowEncoder(PromptEncoder):
     def encode_whole(self, question: Question, *, where: str) -> Encoded:
         """Tokenise a prompt to which the environment has added its part."""
         return super().encode_many([(question, where)])[0]
-
-
-def _with_one_bos(tokenizer: FastTokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """Leave out the BOS that a tokenizer puts before a text that begins with one."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids

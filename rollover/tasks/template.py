@@ -98,7 +98,9 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation, changes or drops a text, or has no place for the tools.
         """
-        outline = self._outline(_kind_of(messages, tools, arguments or {}))
+        words = map(_word, count())  # in place of the texts: all conversations of a kind are sampled as one
+        sample = [{key: next(words) if is_text(m, key) else value for key, value in m.items()} for m in messages]
+        outline = self._outline(json.dumps([sample, list(tools), dict(arguments or {})], default=str))
         text = self._render(messages, tools, arguments or {})
         spans = _spans(text, _texts(messages), outline)
         if spans is None:
@@ -240,13 +242,6 @@ class ChatTemplate:
 
 def _texts(messages: Messages) -> list[_Text]:
     return [_Text(m["role"], key, m[key]) for m in messages for key in m if is_text(m, key)]
-
-
-def _kind_of(messages: Messages, tools: Sequence[Any], arguments: Mapping[str, Any]) -> str:
-    """Describe a conversation by a sample of it, with a word in place of each text."""
-    words = map(_word, count())
-    sample = [{key: next(words) if is_text(m, key) else value for key, value in m.items()} for m in messages]
-    return json.dumps([sample, list(tools), dict(arguments)], default=str)
 
 
 def _word(number: int | str) -> str:

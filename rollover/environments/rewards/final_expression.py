@@ -104,7 +104,7 @@ def final_expression(text: str) -> str | None:
         if found := _CHOICE.search(text) or _DATE.search(text) or _RATIO.search(text):
             return boxed(found[found.re.groups])
         text = _MIXED.sub(r"$\1\\frac{\2}{\3}$", text)
-        text = _PAIR.sub(lambda found: f"${re.sub('[{}]', _escaped, found[1])}$", text)
+        text = _PAIR.sub(lambda found: "$" + re.sub("[{}]", r"\\\g<0>", found[1]) + "$", text)
         text = _RUN.sub(_as_list, _SAME.sub(r"\2, \3", text))
         return _FORMULAS.sub(" or ", text)
     last_start, last_end, content = boxes.pop()
@@ -122,10 +122,6 @@ def _as_list(found: re.Match[str]) -> str:
     if found[1] is None and not re.search(_ALTERNATIVE, found[0]):
         return found[0]
     return ", ".join(f"${number}$" for number in re.findall(_ATOM, found[0])) + (found[1] or "")
-
-
-def _escaped(brace: re.Match[str]) -> str:
-    return f"\\{brace[0]}"
 
 
 def boxed(expression: str) -> str:

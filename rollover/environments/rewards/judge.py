@@ -280,7 +280,12 @@ class JudgeReward:
             wanted = "a number, a dict of numbers or None"
             (value,) = read_rewards([found], f"reward.parser {config.parser}", wanted=wanted)
         elif config.json_key is not None:
-            value = _number_in_json(reply, config.json_key)
+            try:
+                found = json.loads(reply[reply.find("{") : reply.rfind("}") + 1])[config.json_key]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                lacking = f"the judge's reply has no JSON object with {config.json_key!r} (reward.json_key)"
+                raise RefusedReward(lacking) from None
+            value = _number(found)
         else:
             if config.pattern is None:  # "4 out of 5" is 4 where 5 is the highest score
                 reply = re.sub(rf"\s*(?:/|out of)\s*{config.range[1]:g}(?:\.0+)?(?![\w.,]*\d)", "", reply)
@@ -343,15 +348,6 @@ def _question(spec: RewardSpec, sample: RewardSample) -> str:
     except KeyError:
         return sample.prompt
     return text if isinstance(text, str) else sample.prompt
-
-
-def _number_in_json(reply: str, key: str) -> float:
-    start, end = reply.find("{"), reply.rfind("}")
-    try:
-        found = json.loads(reply[start : end + 1])[key]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise RefusedReward(f"the judge's reply has no JSON object with {key!r} (reward.json_key)") from None
-    return _number(found)
 
 
 def _number(text: Any) -> float:

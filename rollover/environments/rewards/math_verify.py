@@ -182,7 +182,10 @@ def are_apart(reference: Any, answer: Any) -> bool:
     if pair[0] == pair[1]:  # also infinity, which is not apart from itself
         return False
     if all(isinstance(one, sympy.FiniteSet | sympy.Tuple) for one in pair) and len(pair[0]) == len(pair[1]):
-        parts = [list(one) if isinstance(one, sympy.Tuple) else sorted(one, key=_sort_key) for one in pair]
+        parts = [
+            list(one) if isinstance(one, sympy.Tuple) else sorted(one, key=lambda n: sympy.default_sort_key(n.evalf()))
+            for one in pair
+        ]
         return any(are_apart(*both) for both in zip(*parts, strict=True))
     if not all(isinstance(one, sympy.Expr) and one.is_number for one in pair):
         return False
@@ -194,9 +197,3 @@ def are_apart(reference: Any, answer: Any) -> bool:
         return False
     bound = _ROUNDED if any(one.has(sympy.Float) for one in pair) else _EXACT
     return bool(abs(first - second) > bound * max(abs(first), abs(second)))
-
-
-def _sort_key(number: Any) -> Any:
-    import sympy
-
-    return sympy.default_sort_key(number.evalf())

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollover.errors import DataError
 from rollover.integrations.slime.host import Sample
-from rollover.types import FinishReason, Prompt, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, Trajectory
 
 _MADE_HERE = frozenset(
     {
@@ -123,7 +123,10 @@ def respond(
                 args,
                 tokens=[*segment.token_ids],
                 log_probs=[*segment.rollout_logprobs],
-                meta_info=_meta_info(segment, label(segment.policy_version)),
+                meta_info={
+                    "weight_version": label(segment.policy_version),
+                    "finish_reason": {"type": _STATUS[segment.finish_reason]},
+                },
             )
     end = trajectory.finish_reason
     sample.status = type(sample).Status.TRUNCATED if end is FinishReason.LENGTH else type(sample).Status.COMPLETED
@@ -142,10 +145,6 @@ def _append(
     sample.rollout_log_probs = [*(sample.rollout_log_probs or ()), *log_probs]
     if "weight_version" in meta_info:
         sample.weight_versions = [*sample.weight_versions, meta_info["weight_version"]]
-
-
-def _meta_info(segment: Segment, label: str) -> dict[str, Any]:
-    return {"weight_version": label, "finish_reason": {"type": _STATUS[segment.finish_reason]}}
 
 
 def account_for_versions(

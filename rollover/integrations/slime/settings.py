@@ -136,12 +136,11 @@ def _given(args: Namespace, host: Host) -> dict[str, Given]:
         "rollout.top_k": Given(max(top_k, 0), "--rollout-top-k"),
         "rollout.stop_strings": Given([stops] if isinstance(stops, str) else [*stops], "--rollout-stop"),
         "engine.kind": Given("sglang", host.name),
-        "engine.urls": Given([_router(args)], f"{host.name}'s router"),
+        "engine.urls": Given(
+            [f"http://{_argument(args, 'sglang_router_ip')}:{_argument(args, 'sglang_router_port')}"],
+            f"{host.name}'s router",
+        ),
     }
-
-
-def _router(args: Namespace) -> str:
-    return f"http://{_argument(args, 'sglang_router_ip')}:{_argument(args, 'sglang_router_port')}"
 
 
 def _argument(args: Namespace, name: str) -> Any:

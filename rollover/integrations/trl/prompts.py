@@ -130,12 +130,9 @@ def fingerprint(rows: TableRows) -> str:
     dataset, with all columns. Raises ``DataError`` if a row has no prompt."""
     num = len(rows)
     looked_at = sorted({i * (num - 1) // max(1, _NUM_LOOKED_AT - 1) for i in range(_NUM_LOOKED_AT)}) if num else []
-    found = json.dumps([_columns(rows, row) for row in looked_at], default=_as_text, sort_keys=True)
+    columns = [_columns(rows, row) for row in looked_at]
+    found = json.dumps(columns, default=lambda value: _ADDRESS.sub("", str(value)), sort_keys=True)
     return f"{num} rows, {hashlib.blake2b(found.encode(), digest_size=8).hexdigest()}"
-
-
-def _as_text(value: Any) -> str:
-    return _ADDRESS.sub("", str(value))
 
 
 def _columns(rows: TableRows, row: int) -> dict[str, Any]:

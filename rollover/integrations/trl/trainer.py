@@ -279,18 +279,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                 observer=self._observer,
             )
             if is_new:  # later, neither the dataset nor the length of responses may change
-                self._measure_prompts(self._rollouts)
+                try:
+                    self._source.measure()  # in this thread because it takes long: the feed must answer meanwhile
+                except BaseException:  # the run has not begun
+                    self._rollouts.feed.close()
+                    self._run.journal.unlink()
+                    raise
         return self._rollouts
-
-    def _measure_prompts(self, rollouts: HostedRollouts) -> None:
-        """Measure all rows once the engine is open, here because it takes long: the feed must answer meanwhile. A run
-        that this ends has not begun."""
-        try:
-            self._source.measure()
-        except BaseException:
-            rollouts.feed.close()
-            self._run.journal.unlink()
-            raise
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a response for TRL: with others, responses would look truncated to it."""

@@ -57,7 +57,7 @@ class AgentLoopManager:
 
     def generate_sequences(self, prompts: Any) -> None:
         """Keep prompts for training, or pass prompts of an evaluation on. Returns at once."""
-        if "validate" in prompts and _is_true(prompts["validate"]):
+        if "validate" in prompts and getattr(prompts["validate"], "data", prompts["validate"]):
             self._evaluation.generate_sequences(prompts)
         else:
             self.submitted.append(prompts)
@@ -66,7 +66,3 @@ class AgentLoopManager:
         """Return the batches of prompts that have arrived since the last call."""
         taken, self.submitted = self.submitted, []
         return taken
-
-
-def _is_true(value: Any) -> bool:
-    return bool(getattr(value, "data", value))

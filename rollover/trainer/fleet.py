@@ -180,7 +180,9 @@ class FleetTrainer:
             folder = self._surely(write)
         if self._config.publishes_adapters:
             return AdapterSource.read(self._version, folder)
-        return _StagedWeights(self._version, folder)
+        source = FolderWeights(self._version, folder)
+        source.folder = None  # gone with later versions: engines that need a folder get another
+        return source
 
     def weights_to_send(self) -> HeldWeights | None:
         """Implement ``Trainer.weights_to_send``: the ranks send, and none has all weights."""
@@ -326,12 +328,3 @@ class FleetTrainer:
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.end()
-
-
-class _StagedWeights(FolderWeights):
-    """Weights in shared memory, which exist only until later versions are published. For engines that need a model
-    folder, one is written."""
-
-    def __init__(self, version: int, folder: Path) -> None:
-        super().__init__(version, folder)
-        self.folder = None

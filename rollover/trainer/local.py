@@ -363,7 +363,11 @@ class LocalTrainer:
                 except RolloverError as error:
                     refused = error
             self._world.tick()
-        self._agree(refused)
+        failed = self._world.failed(refused is not None, "errors")  # none can continue without the others
+        if refused is not None:
+            raise refused
+        if failed:
+            raise PeerLost(f"{self._world} cannot continue: rank {failed[0]} failed")
         return gathered_losses(self._world, losses, reduce(LossMetrics.merge, parts))
 
     def _loss(
@@ -377,14 +381,6 @@ class LocalTrainer:
                 raise
             sample_id = data.sample_ids[int(data.sample_P[row.samples_B[error.sample_index]])]
             raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
-
-    def _agree(self, refused: RolloverError | None) -> None:
-        """Raise an error of one rank on all of them, since none can continue without the others."""
-        failed = self._world.failed(refused is not None, "errors")
-        if refused is not None:
-            raise refused
-        if failed:
-            raise PeerLost(f"{self._world} cannot continue: rank {failed[0]} failed")
 
 
 def _route_metrics(data: BatchTensors, config: TrainerConfig) -> dict[str, float]:

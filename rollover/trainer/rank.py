@@ -102,10 +102,7 @@ class _Rank:
         self._trainer.write_share(folder)
         size = self._task.size
         own = folder.rglob("*.safetensors" if size == 1 else part_name("*", self._task.rank, size))
-        sums = {}
-        for path in own:
-            sums[str(path.relative_to(folder))] = sum_of_file(path, self._world.tick)
-        return sums
+        return {str(path.relative_to(folder)): sum_of_file(path, self._world.tick) for path in own}
 
 
 class _WarmupRank:

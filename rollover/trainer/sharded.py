@@ -58,7 +58,10 @@ class ShardedPolicy:
 
     def __init__(self, config: StepConfig, folder: Path, *, initial: Path, needs_ref: bool, world: World) -> None:
         self._world = world
-        opened = partial(open_sharded, config=config, world=world, precision=_precision(config))
+        precision = None
+        if config.dtype == "bfloat16":
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        opened = partial(open_sharded, config=config, world=world, precision=precision)
         self.model = opened(folder)
         self._ref_model = opened(initial).requires_grad_(False) if needs_ref else None
 
@@ -83,19 +86,9 @@ class ShardedPolicy:
         write_weights(self._world, self.weights(), folder)
 
 
-def _precision(config: StepConfig) -> MixedPrecisionPolicy:
-    if config.dtype == "bfloat16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
-
-
 def without_adapter(name: str) -> str:
     """Return the name of a parameter in the model without adapters."""
     return name.replace(".base_layer.", ".")
-
-
-def _parameters(hf: Any) -> list[str]:
-    return [name for name, _ in hf.named_parameters()]
 
 
 def sharded_tensors(model: OneForward) -> dict[str, Tensor]:
@@ -130,9 +123,9 @@ def open_sharded(
     infos = read_weight_infos(folder)
     hf = _without_storage(folder, infos, dtype)
     parts = _parts_in_files(folder, hf, infos)
-    is_tied = HEAD not in _parameters(hf)
+    is_tied = HEAD not in dict(hf.named_parameters())
     adapters = adapt(hf)
-    parts |= {name: parts[without_adapter(name)] for name in _parameters(hf) if name not in adapters}
+    parts |= {name: parts[without_adapter(name)] for name, _ in hf.named_parameters() if name not in adapters}
     prepare_experts(hf)
     if config.gradient_checkpointing:
         recompute_layers(hf)

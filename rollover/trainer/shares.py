@@ -8,7 +8,7 @@ folders opens these; the files of the optimizer's state are split in the same wa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -140,7 +140,11 @@ def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, P
         stored: the file of each tensor by its name there.
         names: the name of a tensor there, if it has another one.
     """
-    for file, inside in _by_file(wanted, stored, names):
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name in wanted:
+        own_name = names.get(name, name)
+        by_file.setdefault(stored[own_name], []).append((name, own_name))
+    for file, inside in by_file.items():
         with safe_open(file, framework="pt") as opened:
             for name, own_name in inside:
                 target = wanted[name]
@@ -176,13 +180,3 @@ def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
-
-
-def _by_file(
-    wanted: Mapping[str, Tensor], stored: Mapping[str, Path], names: Mapping[str, str]
-) -> Iterator[tuple[Path, list[tuple[str, str]]]]:
-    files: dict[Path, list[tuple[str, str]]] = {}
-    for name in wanted:
-        own_name = names.get(name, name)
-        files.setdefault(stored[own_name], []).append((name, own_name))
-    yield from files.items()

@@ -81,7 +81,7 @@ class Progress:
         the last line, or over as many steps: where several batches are trained from one round, a single step is fast or
         slow, and its answers long or short, by its place among them."""
         self._rollout_from = None
-        done = self._done("train") + 1
+        done = 1 + (int(self._bars.tasks[self._tasks["train"]].completed) if "train" in self._tasks else 0)
         self._recent = [*self._recent, metrics][-self._every :]
         late = sum(step.get("reward/late", 0.0) for step in self._recent)
         text = "  ".join([*_step_parts(means(self._recent)), *([f"{late:.0f} rewards late"] if late else [])])
@@ -131,10 +131,8 @@ class Progress:
             self._bars.stop()
 
     def _line(self, text: str) -> None:
-        self.message(f"[{_duration(self._now_s() - self._started_s)}] {text}")
-
-    def _done(self, name: str) -> int:
-        return int(self._bars.tasks[self._tasks[name]].completed) if name in self._tasks else 0
+        minutes, seconds = divmod(int(self._now_s() - self._started_s), 60)
+        self.message(f"[{minutes // 60}:{minutes % 60:02d}:{seconds:02d}] {text}")
 
     def _update(self, name: str, done: int, total: int, text: str, *, draw: bool = False) -> None:
         if name not in self._tasks:
@@ -201,8 +199,3 @@ def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
     if late := metrics.get("eval/late"):
         parts.append(f"{late:.0f} late")
     return parts
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

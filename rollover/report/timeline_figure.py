@@ -141,12 +141,11 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
 
 def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """Draw a cross where a sample ended that was never trained."""
-    ends = [
-        (sample.spans[-1].end_s, lane, sample.waste)
+    found = [
+        (sample.spans[-1].end_s, lane, f"wasted: {sample.waste}")
         for lane, sample in placed
         if sample.waste is not None and window.start_s < sample.spans[-1].end_s <= window.end_s
     ]
-    found = [(end_s, lane, f"wasted: {cause}") for end_s, lane, cause in ends]
     return marks("never trained", found, origin_s, symbol="x-thin", size=7, line={"color": "--ink", "width": 1.6})
 
 

@@ -167,12 +167,9 @@ def training_plan(
     shares, step_s = balanced_shares(tuple(t.cost for t in trainers))
     step_s += _across_s(trainers, across)
     parts = tuple(replace(t.part, share=share) for t, share in zip(trainers, shares, strict=True))
-    return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
-
-
-def _sync_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:
     slowest = min(trainers, key=lambda t: t.device.network.bytes_per_s)
-    return weight_update_s(slowest.model, slowest.workload, slowest.device, link or slowest.device.network)
+    sync_s = weight_update_s(slowest.model, slowest.workload, slowest.device, sync_link or slowest.device.network)
+    return TrainingPlan(parts=parts, step_s=step_s, sync_s=sync_s)
 
 
 def _across_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:

@@ -242,7 +242,7 @@ class Architecture:
             intermediate_size=keys["intermediate_size"],
             num_layers=keys["num_hidden_layers"],
             num_heads=keys["num_attention_heads"],
-            num_kv_heads=_num_kv_heads(keys),
+            num_kv_heads=num_kv_heads(keys),
             head_dim=head_dim,
             norm_eps=keys.get("rms_norm_eps", 1e-6),
             rope=read_rope(keys, head_dim, partial=family.is_interleaved),
@@ -270,7 +270,7 @@ def matrix_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     family = FAMILIES.get(config["model_type"])
     keys = {**(family.defaults if family else {}), **config}
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], _head_dim(keys)
-    queries, keys_size = config["num_attention_heads"] * head_dim, _num_kv_heads(keys) * head_dim
+    queries, keys_size = config["num_attention_heads"] * head_dim, num_kv_heads(config) * head_dim
     attention = {
         "q_proj": (queries, hidden),
         "k_proj": (keys_size, hidden),
@@ -312,15 +312,12 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
     return int(keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"])
 
 
-def _num_kv_heads(keys: Mapping[str, Any]) -> int:
-    heads: int = keys["num_attention_heads"]
-    return keys.get("num_key_value_heads") or heads
-
-
 def num_kv_heads(config: Mapping[str, Any]) -> int:
     """Return the number of key-value heads, from the contents of ``config.json``."""
     family = FAMILIES.get(config["model_type"])
-    return _num_kv_heads({**(family.defaults if family else {}), **config})
+    keys = {**(family.defaults if family else {}), **config}
+    heads: int = keys["num_attention_heads"]
+    return keys.get("num_key_value_heads") or heads
 
 
 def _layers(keys: Mapping[str, Any], family: Family) -> Iterator[LayerShape]:

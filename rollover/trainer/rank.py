@@ -133,7 +133,7 @@ def serve(connection: Connection) -> NoReturn:
     task: RankTask = connection.recv()
     _end_with(os.getppid())
     torch.set_num_threads(task.num_threads)
-    with _telling(connection):
+    try:
         # A rank alone trains as the process of a run would, unless its weights are kept elsewhere.
         mesh = meet(task) if task.size > 1 or task.setup.config.offload else None
         progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
@@ -147,23 +147,10 @@ def serve(connection: Connection) -> NoReturn:
             except EOFError:
                 os._exit(0)
             connection.send(Done(rank.carry_out(command, arguments)))
-
-
-class _telling:
-    """Reports an error within this context, and ends the process with it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
+    except BaseException as error:
         traceback.print_exception(error)
         try:
-            self._connection.send(_refused(error))
+            connection.send(_refused(error))
         finally:
             sys.stderr.flush()
             os._exit(1)

@@ -25,7 +25,9 @@ def command(run: Path, open_browser: bool, serve: bool, port: int | None) -> Non
     from rollover.report.summary import summarize
 
     if runs := compared_runs(run, read_config(run)):
-        _compare([path for path in runs if path.exists()])
+        if open_browser:
+            raise click.UsageError("--open has no effect for a comparison: give one of its runs")
+        _compare([path for path in runs if (path / "config.json").exists()])
         return
     record = read_run(run)
     for alarm in summarize(record.metrics, record.timeline, record.config).alarms:

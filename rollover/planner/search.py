@@ -64,7 +64,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     ways = [fleet] if spec.launchable else _typings(fleet)
     for typed, nodes in ((way, nodes) for way in ways for nodes in (everything, *_parts(way))):
         part = alone(typed, nodes)
-        for inside in _forms(part) if _may_beat(spec, part, best) else ():
+        for inside in _forms(part) if best is None or _may_beat(spec, part, best) else ():
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
             try:
@@ -73,7 +73,8 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
             except PlanError as error:
                 refused = refused or error
     if best is None:
-        if refused is not None and (spec.target_steps_per_s is None or not isinstance(refused, _NoneFound)):
+        assert refused is not None
+        if spec.target_steps_per_s is None or not isinstance(refused, _NoneFound):
             raise refused
         fastest = make_plan(fleet, replace(spec, target_steps_per_s=None)).solution.steps_per_s
         rate = fastest * step_tokens(spec.workload)
@@ -115,11 +116,10 @@ def _forms(fleet: Fleet) -> Iterator[tuple[str, ...]]:
             yield from itertools.combinations(names, size)
 
 
-def _may_beat(spec: PlanSpec, part: Fleet, best: Plan | None, inside: tuple[str, ...] = ()) -> bool:
-    """Return False if it is proved that the part does not beat ``best``, or without one reach the target, even with all
-    its links as wide as its widest, or if it is not worth while that weights stay ``inside`` its nodes."""
-    least = spec.target_steps_per_s
-    if best is not None and inside and len(part.nodes) > 1:
+def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] = ()) -> bool:
+    """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its widest,
+    or if it is not worth while that weights stay ``inside`` its nodes."""
+    if inside and len(part.nodes) > 1:
         bytes_per_s = float(Topology.of(part).widths.min()) * min(d.efficiency.link for d in part.devices)
         transfer_s = spec.workload.rollout_weight_bytes * spec.model.parameters / bytes_per_s
         if transfer_s * best.solution.steps_per_s < _WORTH_WHILE:
@@ -127,10 +127,8 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan | None, inside: tuple[str,
     try:
         problem = fleet_problem(part, spec, _widest(part, inside), inside=inside)
     except PlanError:
-        return best is None  # to plan it tells why there is none
-    if best is None:
-        return least is None or may_reach(problem, least * (1 - _COARSE))
-    cheaper = (best.cost_per_hour or 0.0) * (1 - GAP)
+        return False
+    least, cheaper = spec.target_steps_per_s, (best.cost_per_hour or 0.0) * (1 - GAP)
     if least is None:
         rate, least = best.solution.steps_per_s, best.solution.steps_per_s * (1 - GAP)
         faster = rate * (1 - _COARSE) if len(best.fleet.nodes) <= _SOME_NODES else rate * (1 + GAP)

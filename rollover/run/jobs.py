@@ -200,15 +200,13 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 def _is_done(config: RunConfig, path: Path) -> bool:
     """Return whether nothing is left to train, and nothing to evaluate, of a run in ``path``."""
     from rollover.report.metrics import read_metrics
-    from rollover.run.best import Scores
     from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
 
     if (checkpoint := latest_checkpoint(path / layout.CHECKPOINTS)) is None:
         return False
     version, rows = read_manifest(checkpoint).version, read_metrics(path)
     is_measured = not config.tasks.eval or any(row.kind == "eval" and row.step == version for row in rows)
-    patience, scores = config.eval.patience, Scores(config.best_metric, rows)
-    return is_measured and (version >= config.steps or 0 < patience <= scores.num_since_best)
+    return is_measured and version >= config.steps
 
 
 async def _evaluate(config: RunConfig, run: RunDir, folder: Path, progress: Progress) -> Any:

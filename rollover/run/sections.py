@@ -7,6 +7,7 @@ from typing import Annotated
 
 from rollover.settings.changes import Changeable, Fixed
 from rollover.settings.shape import ByKind
+from rollover.tasks.config import require_own_names
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import ScratchConfig, SFTConfig
 
@@ -38,6 +39,7 @@ class WarmupConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         SFTConfig.__post_init__(self)
+        require_own_names("sft.sources", self.sources)
         if not 0 <= self.bare_answers < 1:
             raise ValueError(f"sft.bare_answers must lie in [0, 1), got {self.bare_answers}")
 

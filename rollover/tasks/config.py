@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -96,9 +96,7 @@ class TasksConfig:
 
     def __post_init__(self) -> None:
         for role, sources in (("train", self.train), ("eval", self.eval)):
-            names = [source.name for source in sources]
-            if double := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
+            require_own_names(f"tasks.{role}", sources)
             for number, source in enumerate(sources):
                 if source.lacking_reward:
                     raise ValueError(f"{role}.{number}: {source.lacking_reward}")
@@ -124,3 +122,10 @@ class TasksConfig:
             raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.eval_seed < 0:
             raise ValueError(f"tasks.eval_seed must be at least 0, got {self.eval_seed}")
+
+
+def require_own_names(where: str, sources: Sequence[SourceConfig]) -> None:
+    """Raise ``ValueError`` if two sources have one name."""
+    names = [source.name for source in sources]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{where}: two sources are called {double[0]!r}; give each its own name")

@@ -115,6 +115,7 @@ class PromptEncoder:
                     f"{where}: a text spells out a marker, which cannot be written as text: {text!r:.80}; leave it out"
                 )
             return tuple(plain)
+        self._check_structure(messages, tools, where)
         before = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
         try:
             written = self._template.write(
@@ -127,6 +128,11 @@ class PromptEncoder:
         rest = Written(written.text[end:], spans)
         ids = self._tokenizer([rest.text], add_special_tokens=False)["input_ids"][0]
         return tuple(self._proved(ids, rest, where))
+
+    def _check_structure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], where: str) -> None:
+        structure = [{k: v for k, v in m.items() if k != "role" and not is_text(m, k)} for m in messages]
+        if self._markers.find(json.dumps([tools, structure], default=str)):
+            raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
 
     def fits(self, token_ids: Sequence[int], where: str) -> bool:
         """Return whether a prompt is short enough. Raises ``DataError`` when it is not and ``long_prompts`` is
@@ -186,9 +192,7 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         self._check_arguments(question.arguments, f"{where}, chat_template_kwargs")
         tools = (*self._tools, *question.tools)
-        structure = [{k: v for k, v in m.items() if k != "role" and not is_text(m, k)} for m in messages]
-        if self._markers.find(json.dumps([tools, structure], default=str)):
-            raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
+        self._check_structure(messages, tools, where)
         try:
             written = self._template.write(messages, tools=tools, arguments={**self._arguments, **question.arguments})
         except DataError as error:

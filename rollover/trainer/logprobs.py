@@ -131,10 +131,12 @@ def response_logprobs(
 
 
 def is_measured(token_T: Tensor, num_tokens: int) -> Tensor:
-    """Choose tokens of a batch of ``num_tokens`` evenly, by their number. Multiples of the golden ratio fall in step
-    with no length of responses, so that no place within them is measured more often than another."""
+    """Choose tokens of a batch of ``num_tokens`` as if at random, by a hash of their number: so that no length of
+    responses has places that are measured more often than others."""
     stride = max(1, min(ENTROPY_STRIDE, num_tokens // _ENOUGH))
-    return token_T * 0x9E3779B1 % 2**32 < 2**32 // stride
+    hash_T = token_T * 0x9E3779B1 % 2**32
+    hash_T = (hash_T ^ hash_T >> 15) * 0x85EBCA6B % 2**32
+    return hash_T ^ hash_T >> 13 < 2**32 // stride
 
 
 def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:

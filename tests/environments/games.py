@@ -34,7 +34,7 @@ class Way(Enum):
     DOWN = "down"
 
 
-def move(by: int, way: Way = Way.UP, speed: float = 1, at: dict[str, list[int] | None] | None = None, word: str = ""):
+def move(by: int, way: Way = Way.UP, speed: float = 1, at: dict[str, list[int] | None] | None = None, word: str = None):  # noqa: RUF013
     return f"{by!r} {way.name} {speed!r} {at} {word!r}"
 
 

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("harmless_modules")
         (call("add", a=1), ["Error: TypeError: add() missing 1 required positional argument: 'b'"]),
         (call("ad", a=1, b=2), ["Error: there is no tool 'ad'; did you mean 'add'?"]),
         (call("move", by="3", way="down", speed=2, at={"a": ["1", 2.0]}, word="3"), ["3 DOWN 2 {'a': [1, 2]} '3'"]),
-        (call("move", by=3.0, speed="-0.5", at='{"a": null}'), ["3 UP -0.5 {'a': None} ''"]),
+        (call("move", by=3.0, speed="-0.5", at='{"a": null}', word=None), ["3 UP -0.5 {'a': None} None"]),
         (call("move", by="three"), ["Error: TypeError: argument 'by': Input should be a valid integer, unable to"]),
         (call("move", by=1, way="left"), ["Error: TypeError: argument 'way': Input should be 'up' or 'down', got 'l"]),
         (call("move", by=1, word=3), ["Error: TypeError: argument 'word': Input should be a valid string, got 3"]),

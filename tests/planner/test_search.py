@@ -9,13 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from rollover.devices.records import Device, Link
 from rollover.errors import PlanError
-from rollover.planner import search
 from rollover.planner.plan import step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
@@ -129,10 +127,8 @@ def test_a_refused_target_is_told_the_rate_of_the_fastest_part() -> None:
     """One of the nodes alone has 56 times the rate of both over the link between them."""
     two = fleet(1e7, FAST, counts=(2,))
     told = f"the fastest has {rate(two, 1) * step_tokens(SPEC):,.0f} tokens/s"
-    searching = patch.object(search, "best_of_rounds", wraps=search.best_of_rounds)
-    with searching as searched, pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=told):
         make_plan(two, PlanSpec(model=MODEL, workload=SPEC, max_staleness=1, target_steps_per_s=100.0))
-    assert {call.args[0].target_steps_per_s for call in searched.call_args_list} == {None}, "a bound refuses it"
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (8, 1)])

@@ -340,6 +340,7 @@ def test_a_comparison_is_printed_again(sync: Path, april: Path, tmp_path: Path, 
     (tmp_path / "a").symlink_to(sync)
     (tmp_path / "b").symlink_to(april)
     assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), "--open"]) == 2
     assert "ratios are to" in (said := capsys.readouterr().out) and "reward, first" in said
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import ConfigError
+from rollover.run.sections import WarmupConfig
 from rollover.settings import toml
 from rollover.settings.schema import build
 from rollover.settings.shape import kinds
@@ -48,6 +49,7 @@ def loaded(text: str) -> TasksConfig:
         ),
         (source, {**FILE, "reward": ExactConfig(), "prompt_column": ()}, "prompt_column is empty; name a column"),
         (TasksConfig, {"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
+        (WarmupConfig, {"sources": (source(**GYM), source(**GYM))}, "sft.sources: two sources are called 'chain_sum'"),
         (TasksConfig, {"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
         (TasksConfig, {"chat_template": "off", "chat_template_file": "x"}, "chat_template_file has no effect"),
         (TasksConfig, {"chat_template": "off", "chat_template_date": "2026-11-27"}, "chat_template_date has no effect"),

@@ -43,7 +43,9 @@ def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
     found = {}
     with suppress(Exception):  # Python knows no parameters, or cannot evaluate their annotations
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-            if parameter.annotation is not parameter.empty:
-                with suppress(Exception):
-                    found[name] = TypeAdapter(parameter.annotation)
+            annotation: Any = Any if parameter.annotation is parameter.empty else parameter.annotation
+            with suppress(Exception):
+                wanted = TypeAdapter(annotation | None if parameter.default is None else annotation)
+                if wanted.pydantic_complete:
+                    found[name] = wanted
     return found

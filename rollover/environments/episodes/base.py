@@ -124,7 +124,8 @@ def _message(message: Any, role: str) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("content"), str):
         raise RefusedAnswer(f"a message of its answer is no text and has none: {message!r:.80}: {_WANTED}")
     try:
-        found: dict[str, Any] = json.loads(whole(json.dumps({**given, "role": str(given["role"])}, ensure_ascii=False)))
+        text = json.dumps({**given, "role": str(given["role"])}, ensure_ascii=False, allow_nan=False)
+        found: dict[str, Any] = json.loads(whole(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise RefusedAnswer(f"a message of its answer has what JSON does not have ({error}): {message!r:.80}") from None
     return found

@@ -55,12 +55,16 @@ _DATE = re.compile(r"(?<![\w./-])\d{4}-\d\d-\d\d\Z")
 _RATIO = re.compile(r"(?<![\w.:/-])\d+(?::\d+)+\Z")
 _THOUSANDS = re.compile(r"(?<![\w.^])\d{1,3}(?:(?:\\[,;:! ]|[\u2009\u202f])\d{3})+(?!\d)")
 """Digits in groups of three with a thin space between them."""
+_VALUE = (
+    r"(?!(?:\\text\s*\{\s*)?(?:and|or)\b|[+*/=^<>|&,(A-Z]|-\s|\\(?!frac|dfrac|tfrac|text|math|sqrt|pi|\$|left))\S.*"
+)
 _LABEL = re.compile(
-    r"\\boxed\{\s*(?:\\(?:text|math|mbox)[a-z]*\s*\{)?\s*\(([A-Z])\)(?:\\[ ,;:]|[\s~}])+(\S.*)\}\Z", re.DOTALL
+    rf"\\boxed\{{\s*(?:\\(?:text|math|mbox)[a-z]*\s*\{{)?\s*\(([A-J])\)(?:\\[ ,;:]|[\s~}}])+({_VALUE})\}}\Z",
+    re.DOTALL,
 )
 """Matches the label of a choice before its value: ``(C) 12``."""
 _CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?:?\s*(?:option\s+)?[$*(]*([A-Z])[)*$]*\Z")
-_TIME = re.compile(r"\\boxed\{\s*0?(\d{1,2}:[0-5]\d)\s*\}")
+_TIME = re.compile(r"\\boxed\{\s*0?((?:1?\d|2[0-3]):[0-5]\d)\s*\}")
 _MEASURES = ("mm", "cm", "m", "km", "mg", "g", "kg", "ml", "l", "s", "min", "h")
 _MEASURE = re.compile(
     rf"\d[\s~\\,]*(?:\\(?:text|mathrm|mbox|rm)\s*\{{?\s*)?({'|'.join(_MEASURES)})(?:\^\{{?[23]\}}?)?[\s}}$.]*\Z"

@@ -78,10 +78,8 @@ class SourceSettings(ABC):
             return ""
         is_unset = self.all_rewards == (VerifierConfig(),)
         found = "no reward is set" if is_unset else "reward kind 'verifier' belongs to reasoning_gym"
-        mend = (
-            "set reward.kind to 'exact', 'math_verify', 'judge' or 'function', or list the source in sft.sources alone"
-        )
-        return f"source {self.name!r}: {found}; {mend}"
+        mend = "set reward.kind to 'exact', 'math_verify', 'judge' or 'function'"
+        return f"source {self.name!r}: {found}; {mend} (sft.sources need none)"
 
     def look_up(self) -> bool:
         """Return whether opening the dataset needs a download. Raises ``DataError`` when it could not be downloaded."""

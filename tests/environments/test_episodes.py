@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rollover.environments.episodes import ClassConfig, ToolsConfig
+from rollover.environments.episodes.arguments import fitted
 from rollover.environments.episodes.base import EnvironmentSettings
 from rollover.environments.episodes.worker import Holder
 from rollover.errors import DataError
@@ -47,6 +48,17 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
 def request(turn: int, text: str = "", *, key: str = "g0.0", row: Any = MappingProxyType({}), seed: int = 7) -> Any:
     action = {"text": text, "token_ids": []}
     return {"key": key, "row": row, "seed": seed, "num_turns": turn, "action": action}
+
+
+def test_a_tool_that_cannot_be_hashed_gets_its_arguments_too() -> None:
+    @dataclass
+    class Adder:
+        by: int
+
+        def __call__(self, a: int) -> int:
+            return a + self.by
+
+    assert fitted(Adder(2), {"a": "3"}) == {"a": 3}
 
 
 pytestmark = pytest.mark.usefixtures("harmless_modules")

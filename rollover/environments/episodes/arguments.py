@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ def fitted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[s
     Raises:
         TypeError: an argument has another type, which the message says to the model.
     """
-    wanted = _adapters(function)
+    wanted = (_adapters if isinstance(function, Hashable) else _adapters.__wrapped__)(function)
     return {name: _fit(name, value, wanted[name]) if name in wanted else value for name, value in arguments.items()}
 
 

@@ -73,6 +73,7 @@ def test_dual_clip_is_counted_where_it_holds() -> None:
     tokens = replace(worked_batch(), advantages_T=f64(-1, 1, -1))
     assert metrics_of(row("grpo", dual_clip=1.4), tokens)["clip/dual"] == pytest.approx(1 / 3)
     assert metrics_of(row("grpo"), tokens)["clip/dual"] == 0
+    assert "kl/ref" not in metrics_of(row("grpo"), replace(tokens, ref_logprobs_T=None)), "there is no reference"
 
 
 def test_rejection_is_counted_by_token_and_by_sample() -> None:
